@@ -16,7 +16,6 @@ from stores.base import (
 )
 from stores.errors import InvalidCharge, StoreError, StoreRolledBack, StoreUnavailable, TooLate
 from stores.memory import MemoryStore
-from stores.sqlite import SQLiteStore
 
 __all__ = [
     "MAX_AMOUNT",
@@ -29,7 +28,6 @@ __all__ = [
     "InvalidCharge",
     "MemoryStore",
     "Misfit",
-    "SQLiteStore",
     "Settlement",
     "StoreError",
     "StoreRolledBack",

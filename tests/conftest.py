@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+pytest.register_assert_rewrite("stores.conformance")
+
 
 @pytest.fixture
 def anyio_backend() -> str:
