@@ -16,6 +16,7 @@ from stores.base import (
 )
 from stores.errors import InvalidCharge, StoreError, StoreRolledBack, StoreUnavailable, TooLate
 from stores.memory import MemoryStore
+from stores.sqlite import SQLiteStore
 
 __all__ = [
     "MAX_AMOUNT",
@@ -28,6 +29,7 @@ __all__ = [
     "InvalidCharge",
     "MemoryStore",
     "Misfit",
+    "SQLiteStore",
     "Settlement",
     "StoreError",
     "StoreRolledBack",

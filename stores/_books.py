@@ -64,6 +64,7 @@ class Books:
         # Per length of lease the ids in the order of its end: time does not run back, so the newest goes last.
         self._leases: dict[int, OrderedDict[str, Entry]] = {}
         self._next_end: int | None = None  # no lease ends before this; may be too early
+        self.first_end_elsewhere: int | None = None  # of leases that are not here: `sqlite` loads what it needs
         self._ended: deque[tuple[int, str]] = deque()  # closed and expired ids, oldest first
         self._due: list[tuple[int, str]] = []  # when to look whether an account can be forgotten
 
@@ -237,7 +238,15 @@ class Books:
     def first_end(self) -> int | None:
         """Return when the first lease ends, or None when nothing is held."""
         ends = [next(iter(queue.values())).lease_ends for queue in self._leases.values() if queue]
+        if self.first_end_elsewhere is not None:
+            ends.append(self.first_end_elsewhere)
         return min(ends, default=None)
+
+    def restore(self, id: str, entry: Entry | None) -> None:
+        """Put back a record that was kept elsewhere. Of one length of lease, call it in the order in which leases end."""
+        self.entries[id] = entry
+        if entry is not None and entry.ended is None:
+            self._start_lease(id, entry)
 
     def _start_lease(self, id: str, entry: Entry) -> None:
         queue = self._leases.get(entry.lease)
@@ -286,7 +295,7 @@ class Books:
         while self._due and self._due[0][0] < now:
             _, key = heappop(self._due)
             account = self.accounts[key]
-            due = _forget_at(account)
+            due = forget_at(account)
             if account.held:
                 heappush(self._due, (now + RETENTION, key))
             elif due >= now:
@@ -300,7 +309,7 @@ class Books:
         account = self.accounts.get(bucket.key)
         if account is None:
             account = self.accounts[bucket.key] = Account(bucket, now)
-            heappush(self._due, (_forget_at(account), bucket.key))
+            heappush(self._due, (forget_at(account), bucket.key))
         account.written = now
         return account
 
@@ -354,7 +363,9 @@ def check_lease(lease: int) -> None:
         raise InvalidCharge(f"a lease must be a whole number of milliseconds from 1 to 30 days, not {lease!r}")
 
 
-def _forget_at(account: Account) -> int:
+def forget_at(account: Account) -> int:
+    """Return until when an account is kept, unless it still holds something then."""
     if account.bucket.ends is not None:
-        return account.bucket.ends + RETENTION
+        # A lease may end after the window did, and the id is kept from there: undoing that end must find what it wrote.
+        return max(account.bucket.ends, account.written) + RETENTION
     return account.written + RETENTION_WINDOWLESS

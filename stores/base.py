@@ -202,10 +202,9 @@ def new_id(tree: str = "", *, now: int | None = None) -> str:
 
 def tree_key(id: str) -> str:
     """Return the tree that an id names, as `safe_name` writes it. Raises `InvalidCharge` for an id not made by `new_id`."""
-    tree, colon, rest = id.rpartition(":")
-    if not colon or _UNIQUE.fullmatch(rest) is None:
+    if _ID.fullmatch(id) is None:
         raise InvalidCharge(f"id {id[:80]!r} was not made by stores.new_id(); write new_id(tree) for each reservation")
-    return tree
+    return id[:-33]
 
 
 def born(id: str) -> int:
@@ -215,14 +214,15 @@ def born(id: str) -> int:
 
 def safe_name(text: str) -> str:
     """Write any string as short printable ASCII without braces, colons or white space; different strings stay different."""
-    quoted = quote(text, safe="", errors="surrogatepass")
+    quoted = quote(text, safe="/@+,[]", errors="surrogatepass")
     if len(quoted) <= 200:
         return quoted
     # "=" is quoted above, so that no label can spell another's digest.
     return "sha256=" + hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
 
 
-_UNIQUE = re.compile(r"[0-9a-f]{32}")
+# What safe_name writes, a colon, 32 hex digits: no id can carry a brace, a NUL or a lone surrogate into a store.
+_ID = re.compile(r"[!-9;-z|~]{0,200}:[0-9a-f]{32}")
 
 
 def _integer(what: str, value: object) -> str:

@@ -1,0 +1,387 @@
+"""The router: the one place where rule, estimate, reservation, call, settle and record meet."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from types import TracebackType
+from typing import Any, TypeVar
+
+from router.admission import Admission
+from router.admitting import BUSY_RETRY_AFTER, DOWN_RETRY_AFTER, Plan, plan, refusal_of
+from router.call import Call, price_of_model
+from router.calls import Answer, Sender, attempts, request_of
+from router.charges import Metered, Slots, charges_of, slots_of
+from router.clock import Clock, SystemClock
+from router.decision import Decision, Outcome, Reason, Result
+from router.errors import PolicyError, TaskError
+from router.estimate import Estimator
+from router.money import to_usd
+from router.outage import Allowances
+from router.policy import Policy
+from router.prices import Price, UnknownPrice, price_of
+from router.settling import Settler
+from router.streams import RoutedStream
+from router.task import Task
+from router.telemetry import Status, Telemetry, status_of
+from router.usage import Usage
+from stores import Balance, BudgetStore, Charge, StoreRolledBack, StoreUnavailable, Verdict, new_id
+
+__all__ = ["Router"]
+
+T = TypeVar("T")
+
+_TRIES = 4
+"""How often one admission may reserve: the clock's offset is corrected, or a limit shrinks to the room that was left."""
+
+
+class Router:
+    """Send each task to the strong or the cheap model of a policy, and never pass the caps that it sets.
+
+    `store` may be shared with any number of routers and processes; the router does not close it. Built without a running
+    loop; belongs to the loop that first uses it. `clock` and `estimator` are for tests.
+    """
+
+    def __init__(
+        self, policy: Policy, store: BudgetStore, *, clock: Clock | None = None, estimator: Estimator | None = None
+    ) -> None:
+        self._store = store
+        self._clock: Clock = SystemClock() if clock is None else clock
+        self._estimator = Estimator() if estimator is None else estimator
+        self._telemetry = Telemetry()
+        self._allowances = Allowances()
+        self._offset = 0  # the store's time less ours, in milliseconds
+        self._closed = False
+        self._senders: dict[int, Sender] = {}
+        self.policy = policy
+        self._settler = Settler(
+            store, self._clock, lease=_ms(policy.lease), patience=policy.settle_timeout, observer=_Observer(self)
+        )
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{self._settler.open} open"
+        return f"<Router {self._policy.strong.name}/{self._policy.cheap.name} over {self._store!r}: {state}>"
+
+    @property
+    def policy(self) -> Policy:
+        """The policy in force. Setting another one holds for what is admitted from then on; open calls settle as they began."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, policy: Policy) -> None:
+        for task_class in policy.classes:
+            if task_class.max_wait != 0 or task_class.when_expired == "defer":
+                raise PolicyError(
+                    f"class {task_class.name!r}: this version has no waiting and no deferring yet; "
+                    "write max_wait=0 and when_expired='downgrade', 'retry_later' or 'drop'"
+                )
+        self._policy = policy
+        self._senders = {}
+
+    async def __aenter__(self) -> Router:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+    # The public face.
+
+    async def run(self, task: Task) -> Result:
+        """Reserve, call, settle. A refusal is in the result's decision; what the model raises is raised.
+
+        Raises `MissingLabel`, `TaskError` or `RuleError` when the task or the rule is at fault: nothing is reserved then.
+        """
+        call = await self._admit(task)
+        if isinstance(call, Decision):
+            return Result(decision=call)
+
+        async def send(timeout: float | None) -> Answer:
+            return await self._sender(call).whole(task.kind, request_of(call), timeout=timeout)
+
+        answer = await self._sent(call, send)
+        call.tally.add_whole(task.kind, answer.reply)
+        await self._settler.wait(self._settler.finish(call, "served"))
+        return Result(decision=call.report(), usage=call.usage, answer=answer.reply)
+
+    async def stream(self, task: Task) -> RoutedStream:
+        """Reserve and open a stream, which settles however it is left. Raises like `run`."""
+        if task.kind == "embedding":
+            raise TaskError("an embedding has no stream: use router.run(task)")
+        call = await self._admit(task)
+        if isinstance(call, Decision):
+            return RoutedStream(call)
+
+        async def send(timeout: float | None) -> Any:
+            return await self._sender(call).stream(task.kind, request_of(call), timeout=timeout)
+
+        source = await self._sent(call, send)
+        call.tally.started = True
+        return RoutedStream(call.decision, call=call, source=source, settler=self._settler)
+
+    def admit(self, task: Task) -> Admission:
+        """Reserve for a call that the caller makes; an async context manager. Entering it raises like `run`."""
+        return Admission(task, self._admit, self._settler)
+
+    async def status(self) -> Status:
+        """Return balances, open calls, backlog and counters. A store that is down is said, not raised."""
+        telemetry, settler = self._telemetry, self._settler
+        if self._policy.tree is None:
+            shared = [cap for cap in self._policy.caps if not cap.scope]
+            telemetry.saw(slots_of(shared, {}, now=self._now(), tree=None, admit_at=None))
+        slots, store, balances = telemetry.slots(), "ok", tuple[Balance, ...]()
+        try:
+            balances = await self._store.balances([slot.bucket for slot in slots])
+        except StoreUnavailable as error:
+            slots, store = (), str(error)
+        return Status(
+            store=store,
+            buckets=status_of(slots, balances),
+            open=settler.open,
+            backlog=settler.backlog,
+            served=dict(telemetry.served),
+            refused=dict(telemetry.refused),
+            downgraded=dict(telemetry.downgraded),
+            outages=dict(telemetry.outages),
+            failed=telemetry.failed,
+            unreported=telemetry.unreported,
+            too_late=settler.too_late,
+            spent=to_usd(telemetry.spent),
+            unconfirmed=to_usd(telemetry.unconfirmed),
+        )
+
+    async def aclose(self) -> None:
+        """Admit nothing more, settle what has ended, and stop; waits no longer than the policy's `settle_timeout`.
+
+        Calls that are still open settle when they end, if the loop lives that long; else their leases end.
+        """
+        self._closed = True
+        await self._settler.aclose()
+
+    # Admission.
+
+    async def _admit(self, task: Task) -> Call | Decision:
+        started = self._clock.monotonic()
+        policy = self._policy
+        task_class = policy.task_class(task.task_class)
+        wish = await plan(policy, task, task_class, self._estimator)
+        if self._closed:
+            decided: Call | Decision = wish.decide(served=False, reason="closed")
+        elif self._settler.open + self._settler.backlog >= policy.max_open:
+            # Every settle must have a place: what may be open is bounded by what may wait to be settled.
+            decided = replace(wish.decide(served=False, reason="full"), retry_after=BUSY_RETRY_AFTER)
+        elif wish.unseen:
+            decided = wish.decide(served=False, reason="unseen_input")
+        else:
+            decided = await self._reserve(wish, started)
+        if isinstance(decided, Decision):
+            self._telemetry.refuse(task, decided)
+        return decided
+
+    async def _reserve(self, wish: Plan, started: float) -> Call | Decision:
+        """Reserve the first option that fits. No await stands between the store's answer and the call's registration."""
+        policy, task = wish.policy, wish.task
+        refusal = replace(
+            wish.decide(served=False, reason="store_unavailable", notes=("the clocks could not be brought together",)),
+            retry_after=DOWN_RETRY_AFTER,
+        )
+        for _ in range(_TRIES):
+            now = self._now()
+            slots = slots_of(policy.caps, task.labels, now=now, tree=policy.tree, admit_at=wish.task_class.admit_at)
+            id = new_id(_tree_of(slots), now=now)
+            options = [charges_of(slots, {option: wish.estimates[option].amounts}) for option in wish.options]
+            try:
+                verdict = await self._store.reserve(id, options, lease=_ms(policy.lease), on_lease_end=policy.on_lease_end)
+            except StoreRolledBack as error:
+                return self._refuse_outage(wish, "store_rolled_back", str(error))
+            except StoreUnavailable as error:
+                self._settler.forget(id)
+                return self._without_store(wish, slots, started, str(error))
+            self._telemetry.saw(slots)
+            if verdict.option is not None and verdict.held:
+                return self._admitted(wish, id, slots, wish.options[verdict.option], started, verdict)
+            if verdict.state != "refused":
+                self._offset = verdict.now - self._clock.now()
+                continue
+            refusal = refusal_of(
+                wish.decide(served=False, reason="cap"), slots, verdict, drop=wish.task_class.when_expired == "drop"
+            )
+            shrunk = wish.shrunk(slots, verdict)
+            if shrunk is None:
+                break
+            wish = shrunk
+        return refusal
+
+    def _admitted(self, wish: Plan, id: str, slots: Slots, metered: Metered, started: float, verdict: Verdict | None) -> Call:
+        if verdict is None:
+            reason: Reason = "store_cheap" if wish.task_class.when_store_down == "cheap" else "store_open"
+        else:
+            reason = wish.reason if metered == wish.options[0] else "downgrade"
+            self._telemetry.check_levels(verdict.balances)
+        decision = wish.decide(served=True, reason=reason, metered=metered)
+        call = Call(
+            id,
+            wish.policy,
+            wish.task,
+            wish.task_class,
+            slots,
+            wish.estimates,
+            metered,
+            decision,
+            started=started,
+            local=verdict is None,
+        )
+        self._settler.admit(call)
+        return call
+
+    def _without_store(self, wish: Plan, slots: Slots, started: float, why: str) -> Call | Decision:
+        task_class = wish.task_class
+        if task_class.when_store_down == "closed":
+            return self._refuse_outage(wish, "store_unavailable", why)
+        metered = wish.options[0]
+        if task_class.when_store_down == "cheap" and metered != "embedding":
+            metered = "cheap"
+        # An id of its own: the one that was tried may be held after all, with other buckets.
+        id = new_id(_tree_of(slots), now=self._now())
+        if not self._allowances.admit(task_class, id, wish.estimates[metered].amounts.usd):
+            return self._refuse_outage(wish, "store_unavailable", f"{why}; the allowance of the class is used up")
+        self._telemetry.outage(f"served_{task_class.when_store_down}", task_class.name)
+        return self._admitted(wish, id, slots, metered, started, None)
+
+    def _refuse_outage(self, wish: Plan, reason: Reason, why: str) -> Decision:
+        self._telemetry.outage("refused", wish.task_class.name)
+        return replace(wish.decide(served=False, reason=reason, notes=(why,)), retry_after=DOWN_RETRY_AFTER)
+
+    def _now(self) -> int:
+        return self._clock.now() + self._offset
+
+    # Calling.
+
+    async def _sent(self, call: Call, send: Callable[[float | None], Awaitable[T]]) -> T:
+        """Send a call with its retries and its fallback; settle it when that fails, however it fails."""
+        try:
+            try:
+                return await self._attempts(call, send)
+            except Exception as error:
+                if not await self._falls_back(call, error):
+                    raise
+                call.note(f"the strong model failed ({type(error).__name__}), cheap was asked")
+                return await self._attempts(call, send)
+        except BaseException as error:
+            outcome: Outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "failed"
+            await self._settler.wait(self._settler.finish(call, outcome, error))
+            raise
+
+    async def _attempts(self, call: Call, send: Callable[[float | None], Awaitable[T]]) -> T:
+        retries = call.policy.retries
+        limits = [call.task.deadline, retries.total]
+        ends = [call.started + limit for limit in limits if limit is not None]
+
+        async def make_room() -> bool:
+            return call.repeats_for_free or await self._extend(call, call.needs())
+
+        return await attempts(
+            call, send, retries=retries, clock=self._clock, deadline=min(ends, default=None), make_room=make_room
+        )
+
+    async def _falls_back(self, call: Call, error: Exception) -> bool:
+        answer = call.task_class.on_model_error or call.policy.on_model_error
+        if call.metered != "strong" or answer != "cheap" or "cheap" not in call.estimates:
+            return False
+        if not await self._extend(call, call.needs("cheap")):
+            return False
+        call.switch("cheap")
+        call.decision = replace(
+            call.decision,
+            tier="cheap",
+            model=call.estimate.model.name,
+            reason="fallback",
+            output_limit=call.estimate.output_limit,
+            error=type(error).__name__,
+        )
+        return True
+
+    async def _extend(self, call: Call, charges: tuple[Charge, ...]) -> bool:
+        if call.local:
+            usd = call.spent() + call.estimate.amounts.usd
+            return self._allowances.admit(call.task_class, call.id, usd)
+        call.step += 1
+        try:
+            verdict = await self._store.extend(call.id, call.step, charges)
+        except StoreUnavailable:
+            return False
+        return verdict.held
+
+    def _sender(self, call: Call) -> Sender:
+        model = call.estimate.model
+        sender = self._senders.get(id(model))
+        if sender is None:
+            sender = self._senders[id(model)] = Sender(model)
+        return sender
+
+    # What the settler asks and tells.
+
+    async def _count(self, call: Call) -> None:
+        """Bill a call by the provider's usage when it came, else by the tokens that came by."""
+        tally = call.tally
+        if not tally.started:
+            return
+        price = _price_of(call)
+        if tally.end is not None:
+            call.bill(tally.end, "provider", price=price)
+            return
+        if not tally.final and call.policy.hidden_reasoning == "reserved":
+            call.bill_estimate()
+            call.note("the stream was left: what was reserved was settled, for reasoning that was hidden")
+            return
+        model = call.estimate.model
+        output, exact = await self._estimator.count_async(tally.text, model.name, model.encoding)
+        so_far = 0 if tally.so_far is None else tally.so_far.output_tokens
+        usage = Usage(input_tokens=call.estimate.input_tokens, output_tokens=max(output, so_far))
+        call.bill(usage, "counted", price=price)
+        call.note("the provider sent no usage: tokens were counted" + ("" if exact else ", as bytes"))
+
+
+class _Observer:
+    """What the settler tells the router, so that the router's own face stays small."""
+
+    def __init__(self, router: Router) -> None:
+        self._router = router
+
+    async def count(self, call: Call) -> None:
+        await self._router._count(call)
+
+    def counted(self, call: Call) -> None:
+        self._router._allowances.finish(call)
+
+    def concluded(self, call: Call, balances: tuple[Balance, ...]) -> None:
+        telemetry = self._router._telemetry
+        telemetry.check_levels(balances)
+        telemetry.finish(call.task, call.report(), balances)
+
+    def written(self, id: str) -> None:
+        self._router._allowances.written(id)
+
+
+def _price_of(call: Call) -> Price:
+    """Return the price of the model that answered, as the policy says; note when it is another than was asked for."""
+    model, served = call.estimate.model, call.tally.model
+    if served is None or served == model.name:
+        return price_of_model(model)
+    call.decision = replace(call.decision, served_model=served)
+    if call.policy.price_as == "served":
+        try:
+            return price_of(served, provider=model.provider)[0]
+        except UnknownPrice:
+            call.note(f"the reply names {served!r}, which has no known price: priced as {model.name}")
+    return price_of_model(model)
+
+
+def _tree_of(slots: Slots) -> str:
+    return slots[0].bucket.tree if slots else ""
+
+
+def _ms(seconds: float) -> int:
+    return max(1, round(seconds * 1000))
