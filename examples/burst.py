@@ -313,11 +313,11 @@ async def main(args: argparse.Namespace) -> int:
     hours = [bucket for bucket in status.buckets if bucket.cap == "hour"]
     percent = quantiles(run.errors, n=100, method="inclusive") if len(run.errors) > 1 else [0.0] * 99
     figures = {
-        "cap": str(cap * max(1, len(hours))),
-        "spent": str(to_usd(sum(bucket.spent for bucket in hours))),
-        "held": str(to_usd(sum(bucket.held for bucket in hours))),
-        "provider_spent": None if provider_spent is None else str(to_usd(provider_spent)),
-        "naive_provider_spent": None if naive_spent is None else str(to_usd(naive_spent)),
+        "cap": f"{cap * max(1, len(hours)):f}",
+        "spent": dollars(sum(bucket.spent for bucket in hours)),
+        "held": dollars(sum(bucket.held for bucket in hours)),
+        "provider_spent": None if provider_spent is None else dollars(provider_spent),
+        "naive_provider_spent": None if naive_spent is None else dollars(naive_spent),
         "tasks": len(arrivals),
         "strong": run.by_tier["strong"],
         "cheap": run.by_tier["cheap"],
@@ -332,13 +332,18 @@ async def main(args: argparse.Namespace) -> int:
     return 0
 
 
+def dollars(nanos: int) -> str:
+    """Write nano-dollars as dollars, every digit of them."""
+    return f"{to_usd(nanos):f}"
+
+
 def show(figures: dict[str, Any], run: Run) -> None:
     """Print the table for people."""
     table = Table(title="A burst under a cap", show_header=False)
     table.add_column()
     table.add_column(justify="right")
 
-    def dollars(value: str | None) -> str:
+    def shown(value: str | None) -> str:
         return "not known" if value is None else f"${Decimal(value):,.6f}"
 
     rows = [
@@ -346,14 +351,14 @@ def show(figures: dict[str, Any], run: Run) -> None:
         ("served by the strong model", f"{figures['strong']:,}"),
         ("served by the cheap model", f"{figures['cheap']:,}"),
         *((f"refused, {why}", f"{count:,}") for why, count in run.refused.most_common()),
-        ("estimated, of what was served", dollars(str(to_usd(run.estimated)))),
-        ("actual", dollars(str(to_usd(run.actual)))),
+        ("estimated, of what was served", shown(dollars(run.estimated))),
+        ("actual", shown(dollars(run.actual))),
         ("estimate above actual, p50 / p99", f"{figures['estimate_error_p50']:+.0%} / {figures['estimate_error_p99']:+.0%}"),
-        ("the hourly cap", dollars(figures["cap"])),
-        ("spent, by our count", dollars(figures["spent"])),
-        ("still held", dollars(figures["held"])),
-        ("spent, by the provider's own count", dollars(figures["provider_spent"])),
-        ("the same traffic through a naive counter", dollars(figures["naive_provider_spent"])),
+        ("the hourly cap", shown(figures["cap"])),
+        ("spent, by our count", shown(figures["spent"])),
+        ("still held", shown(figures["held"])),
+        ("spent, by the provider's own count", shown(figures["provider_spent"])),
+        ("the same traffic through a naive counter", shown(figures["naive_provider_spent"])),
     ]
     for name, value in rows:
         table.add_row(name, value)

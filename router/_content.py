@@ -37,7 +37,7 @@ _FILE_KEYS = frozenset({"file", "file_data", "file_id", "file_url", "filename"})
 # What one value costs to walk, in characters to encode.
 _PER_VALUE = 16
 # No request that a provider would take has more; a structure of shared parts can unfold to any size.
-_MOST_VALUES = 1_000_000
+_MOST_VALUES = 250_000
 
 
 class TooLarge(Exception):

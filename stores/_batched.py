@@ -7,7 +7,7 @@ import contextlib
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Collection, Sequence
-from typing import cast
+from typing import Self, cast
 
 from stores import _ops
 from stores._books import check_lease, check_options
@@ -104,6 +104,12 @@ class BatchedStore(ABC):
     async def accept(self, *, tree: str = "") -> None:
         """See `BudgetStore.accept`."""
         await self._batcher.put(_ops.Accept(safe_name(tree)))
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     async def aclose(self) -> None:
         """See `BudgetStore.aclose`."""

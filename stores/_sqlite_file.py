@@ -92,9 +92,9 @@ class BooksFile:
         self._uri = uri
         self._clock = clock
         self._turns = Turns(path)
+        self._pair = Path(path + ".next")  # where file and WAL lay when they were opened last
         self._db: sqlite3.Connection | None = None
-        self._place: tuple[int, int] | None = None  # device and inode of the file that is open
-        self._wal_place: tuple[int, int] | None = None
+        self._place: str | None = None  # of the file that is open
         self._client = secrets.token_hex(8)
         self._seen: _Seen | None = None
         self._time = 0
@@ -207,19 +207,13 @@ class BooksFile:
                 time.sleep(_BUSY / 10)  # some kinds of busy are told at once
 
     def _connection(self) -> sqlite3.Connection:
-        place = _place(self._path)
-        if self._db is not None and place != self._place:
-            # The file was deleted or replaced. Its WAL may lie there still, and SQLite would play it into the new file.
-            stale = _place(self._path + "-wal") == self._wal_place
-            self._drop()
-            if stale:
-                self._delete_wal()
+        if self._db is not None and _place(self._path) != self._place:
+            self._drop()  # it was deleted or replaced
         if self._db is None:
-            if place is None:
-                self._delete_wal()  # of a file that is no more
+            self._delete_stale_wal()
             self._db = self._open()
             self._place = _place(self._path)
-            self._wal_place = _place(self._path + "-wal")
+            self._pair.write_text(f"{self._place} {_place(self._path + '-wal')}")
         return self._db
 
     def _open(self) -> sqlite3.Connection:
@@ -256,9 +250,18 @@ class BooksFile:
         db.execute("INSERT INTO meta VALUES (?, 0, 0, 0, 0)", (secrets.token_hex(8),))
         db.execute("COMMIT")
 
-    def _delete_wal(self) -> None:
-        for suffix in ("-wal", "-shm"):
-            Path(self._path + suffix).unlink(missing_ok=True)
+    def _delete_stale_wal(self) -> None:
+        """Delete a WAL whose file was deleted or replaced: SQLite would play it into the file that is there now.
+
+        It is stale when it is the one that was noted at the last opening and the file is not: when both are others, the
+        whole directory was copied.
+        """
+        self._pair.touch()
+        noted = self._pair.read_text().split()
+        place, wal = _place(self._path), _place(self._path + "-wal")
+        if place is None or (len(noted) == 2 and noted[0] != place and noted[1] == wal):
+            for suffix in ("-wal", "-shm"):
+                Path(self._path + suffix).unlink(missing_ok=True)
 
     def _drop(self) -> None:
         db, self._db = self._db, None
@@ -319,10 +322,10 @@ def _code(error: Exception) -> int:
     return int(getattr(error, "sqlite_errorcode", 0)) & 0xFF
 
 
-def _place(path: str) -> tuple[int, int] | None:
-    """Return the device and the inode of a file, or None when there is none."""
+def _place(path: str) -> str | None:
+    """Return where a file lies, as device and inode, or None when there is none."""
     try:
         found = Path(path).stat()
     except FileNotFoundError:
         return None
-    return found.st_dev, found.st_ino
+    return f"{found.st_dev}:{found.st_ino}"

@@ -24,10 +24,10 @@ _PAUSE = 0.001
 
 
 class Turns:
-    """Take turns at `path`, by means of two empty files beside it, `path`.lock and `path`.next.
+    """Take turns at `path`, by means of two files beside it, `path`.lock and `path`.next.
 
     Who has `.lock` has the turn. Who has `.next` is the next to take it: whoever just had a turn finds `.next` taken as long
-    as another waits, and so cannot come twice in a row. Neither file is ever deleted by us.
+    as another waits, and so cannot come twice in a row. What is in the files does not matter here; we never delete them.
     """
 
     def __init__(self, path: str) -> None:

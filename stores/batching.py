@@ -85,6 +85,10 @@ class Batcher(Generic[Item, Answer]):
     async def aclose(self) -> None:
         """Take nothing more, and wait until all that was taken is answered."""
         self._closed = True
+        if self._loop is not asyncio.get_running_loop():
+            # Never used, or used in a loop that is gone (or that a fork left behind), and its callers with it.
+            self._places.clear()
+            return
         self._flush()
         while self._batches:
             await asyncio.wait(self._batches)

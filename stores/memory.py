@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Sequence
+from typing import Self
 
 from stores._books import Books
 from stores.base import Balance, Bucket, Charge, Health, Hold, LeaseEnd, Settlement, Verdict, safe_name
@@ -80,6 +81,12 @@ class MemoryStore:
     async def accept(self, *, tree: str = "") -> None:
         """See `BudgetStore.accept`. Memory never rolls back: there is nothing to accept."""
         self._now()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
 
     async def aclose(self) -> None:
         """Forget everything."""

@@ -21,7 +21,6 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from stores._batched import BatchedStore
 from stores._ops import Op, Outcome, Outcomes
 from stores._sqlite_file import BooksFile
-from stores.errors import StoreUnavailable
 
 __all__ = ["SQLiteStore"]
 
@@ -46,21 +45,19 @@ class SQLiteStore(BatchedStore):
         self._file = BooksFile(self._path, uri=uri, clock=_wall_clock if clock is None else clock)
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._pid = 0
 
     def __repr__(self) -> str:
         return f"<SQLiteStore {self._path}>"
 
     async def _carry_out(self, ops: Sequence[Op]) -> Outcomes:
         if self._thread is None:
-            self._pid = os.getpid()
             # A daemon, and it knows nothing of the store: a program that forgets aclose still exits, and a store that is
             # dropped ends its thread.
             self._thread = threading.Thread(target=_work, args=(self._jobs, self._file), name=repr(self), daemon=True)
             self._thread.start()
+            self._pid = os.getpid()
             weakref.finalize(self, self._jobs.put, None).atexit = False
-        elif self._pid != os.getpid():
-            raise StoreUnavailable("sqlite", "it was in use before this process was forked; make a store in each process")
         # The thread gives up a little before the batcher does, so that the caller hears why.
         job = _Job(ops, asyncio.get_running_loop().create_future(), time.monotonic() + 0.9 * self._timeout)
         self._jobs.put(job)
@@ -68,7 +65,7 @@ class SQLiteStore(BatchedStore):
 
     async def _close(self) -> None:
         thread, self._thread = self._thread, None
-        if thread is None or self._pid != os.getpid():
+        if thread is None or self._pid != os.getpid():  # a forked child has no such thread, and the parent keeps the file
             return
         job = _Job(None, asyncio.get_running_loop().create_future(), time.monotonic() + self._timeout)
         self._jobs.put(job)

@@ -443,6 +443,13 @@ def test_classes_are_found_by_name() -> None:
     assert str(refusal.value) == "task_class must be 'chat' or 'batch', not 'bacth'; did you mean 'batch'?"
 
 
+def test_the_least_output_of_a_class_is_held_to_its_own_limit_first() -> None:
+    task_class = TaskClass("chat", output_limit=6_000, least_output=5_000)
+    assert policy(classes=[task_class]).task_class("chat").least_output == 5_000
+    tight = TaskClass("chat", output_limit=10, least_output=11)
+    assert refusal_of(lambda: policy(classes=[tight])).endswith("must not be above its output_limit: 11 > 10")
+
+
 def test_the_only_class_is_the_default_one() -> None:
     assert policy(classes=[TaskClass("chat")]).default_class == "chat"
 

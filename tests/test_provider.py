@@ -280,14 +280,18 @@ async def test_hidden_tokens_are_output_and_in_the_details() -> None:
             cut.usage.completion_tokens,
         )
         assert (3, 33) == (provider.requests[1].cached_tokens, provider.requests[1].generated)
+        thought = (await ask(client, max_tokens=20)).usage
+        assert (20, 20) == (thought.completion_tokens, thought.completion_tokens_details.reasoning_tokens)
 
 
 async def test_the_prompts_classes_never_pass_the_prompt() -> None:
     script = Reply(prompt_tokens=2_006, cached_tokens=1_920, cache_write_tokens=500)
-    async with serving(script) as (provider, client):
+    async with serving(sequence(script, Reply(cached_tokens=50))) as (provider, client):
         details = (await ask(client, max_tokens=1)).usage.prompt_tokens_details
         assert (1_920, 86) == (details.cached_tokens, details.cache_write_tokens)
         assert 86 * 2_000 + 1_920 * 500 + 10_000 == provider.spent()
+        assert HELLO_TOKENS == (await ask(client)).usage.prompt_tokens_details.cached_tokens
+        assert HELLO_TOKENS * 500 + 160_000 == provider.requests[1].cost
 
 
 async def test_tool_calls_come_without_text_and_count_names_and_arguments() -> None:
@@ -473,11 +477,35 @@ async def test_streams_pass_the_gate_in_the_order_of_their_arrival() -> None:
         await provider.wait_for(lambda p: all(entry.hung_up for entry in p.requests))
 
 
+async def test_who_has_left_takes_no_turn_at_the_gate() -> None:
+    async with serving(Reply(gate=True)) as (provider, client):
+        first = asyncio.create_task(ask(client))
+        await provider.wait_for(lambda p: len(p.requests) == 1)
+        second = asyncio.create_task(ask(client))
+        await provider.wait_for(lambda p: len(p.requests) == 2)
+        first.cancel()
+        await provider.wait_for(lambda p: p.requests[0].hung_up)
+        provider.advance()
+        assert 16 == (await second).usage.completion_tokens
+
+
+async def test_streams_are_written_in_turn() -> None:
+    async with serving(Reply(tokens=3, gate=True)) as (provider, client):
+        streams = [await ask(client, stream=True) for _ in range(2)]
+        seen: list[list[int]] = []
+        provider._watchers.add(lambda: seen.append([entry.generated for entry in provider.requests]))
+        provider.advance(8)
+        for stream in streams:
+            await read(stream)
+        assert [[1, 0], [1, 1], [2, 1], [2, 2], [3, 2], [3, 3]] == seen[:6]
+
+
 async def test_a_stream_that_is_left_before_its_first_chunk_costs_its_input() -> None:
     async with serving(Reply(reasoning_tokens=50, gate=True)) as (provider, client):
         await (await ask(client, stream=True)).close()
         await provider.wait_for(lambda p: p.requests[0].hung_up)
         assert (0, HELLO_NANOS) == (provider.requests[0].generated, provider.spent())
+        assert 0 == (provider.requests[0].billed or {})["reasoning_tokens"]
 
 
 async def test_hidden_tokens_are_generated_with_the_first_chunk() -> None:
@@ -501,10 +529,26 @@ async def test_a_reader_that_does_not_read_holds_up_its_own_writer_only() -> Non
             # Both streams have as many turns; only the second one is read.
             assert 3_001 == len(await read(await ask(client, stream=True)))
             assert 1 == provider.open_streams
-            assert 0 < provider.requests[0].generated < 1_000
+            written = provider.requests[0].generated
+            assert 1 < written < 1_000
         await provider.wait_for(lambda p: p.requests[0].hung_up)
         [held_up, other] = provider.requests
+        # The chunk that the kernel would not take was not generated for anybody.
+        assert written - 1 == held_up.generated
         assert (HELLO_NANOS + held_up.generated * 10_000, HELLO_NANOS + 30_000_000) == (held_up.cost, other.cost)
+
+
+async def test_a_whole_answer_that_does_not_get_out_costs_nothing() -> None:
+    async with serving(Reply(tokens=2_000_000)) as (provider, _):
+        with socket.socket() as peer:
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            peer.connect(_address(provider))
+            peer.sendall(_request())
+            await asyncio.to_thread(peer.recv, 1)
+        await provider.wait_for(lambda p: p.requests[0].hung_up)
+        [entry] = provider.requests
+        assert (0, False, None) == (entry.generated, entry.finished, entry.billed)
+        assert 0 == provider.spent()
 
 
 @pytest.mark.parametrize("delays", [{"delay": 0.001}, {"chunk_delay": 0.001}])

@@ -21,8 +21,8 @@ from router import (
     Refused,
     Result,
     Retries,
-    Router,
     RoutedStream,
+    Router,
     Task,
     TaskClass,
     TaskError,
@@ -30,7 +30,7 @@ from router import (
 )
 from router.testing import Entry, LocalProvider, Rates, Reply, sequence
 from stores import BudgetStore, MemoryStore, StoreRolledBack, StoreUnavailable
-from tests.support import CHEAP, STRONG, TestClock, chat, client_of, policy_of, settle_down
+from tests.support import CHEAP, STRONG, TestClock, chat, client_of, policy_of
 
 pytestmark = pytest.mark.anyio
 

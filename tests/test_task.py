@@ -54,6 +54,8 @@ def test_a_task_cannot_be_changed_from_outside() -> None:
     assert (task.request["messages"], task.labels["user"]) == (MESSAGES, "alice")
     with pytest.raises(TypeError):
         task.labels["user"] = "bob"  # type: ignore[index]
+    with pytest.raises(TypeError):
+        task.request["messages"] = []  # type: ignore[index]
     with pytest.raises(AttributeError):
         task.deadline = 5  # type: ignore[misc]
 

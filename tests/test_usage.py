@@ -133,8 +133,8 @@ def test_more_cached_than_sent_raises_the_input_and_is_odd() -> None:
 def test_a_prompt_that_was_given_without_what_the_cache_took_is_completed(usage: dict[str, Any]) -> None:
     read = usage_of({"usage": usage})
     assert read is not None
-    assert (12_307, 12_304) == (read.input_tokens, read.cache_write_tokens)
-    assert 54_399_000 == Price.per_million(3, 15, cache_write="3.75").cost(read)
+    assert (read.input_tokens, read.cache_write_tokens) == (12_307, 12_304)
+    assert Price.per_million(3, 15, cache_write="3.75").cost(read) == 54_399_000
 
 
 @pytest.mark.parametrize(
@@ -167,7 +167,14 @@ _anything = st.recursive(
 @given(
     st.dictionaries(
         st.sampled_from(
-            "prompt_tokens completion_tokens input_tokens output_tokens total_tokens cache_read_input_tokens".split()
+            [
+                "prompt_tokens",
+                "completion_tokens",
+                "input_tokens",
+                "output_tokens",
+                "total_tokens",
+                "cache_read_input_tokens",
+            ]
         ),
         _anything,
     ),
@@ -189,12 +196,12 @@ def test_usages_add_up_and_stay_odd() -> None:
     second = Usage(input_tokens=1, output_tokens=3, reasoning_tokens=3, odd=True)
     both = Usage(input_tokens=11, cached_tokens=4, output_tokens=5, reasoning_tokens=3, odd=True)
     assert both == first + second
-    assert 16 == both.tokens
+    assert both.tokens == 16
 
 
 def test_a_usage_shows_only_what_there_is() -> None:
-    assert "Usage(input_tokens=10, odd=True)" == repr(Usage(input_tokens=10, odd=True))
-    assert "Usage()" == repr(Usage.zero())
+    assert repr(Usage(input_tokens=10, odd=True)) == "Usage(input_tokens=10, odd=True)"
+    assert repr(Usage.zero()) == "Usage()"
 
 
 @pytest.mark.parametrize("count", [-1, True, 1.5, "3"])

@@ -180,6 +180,17 @@ def test_a_midnight_that_comes_twice_begins_one_day_at_the_first() -> None:
     assert lengths(period, "2010-11-06T12:00-02:30", 2) == [24 * 60, 25 * 60]
 
 
+def test_the_second_midnight_of_a_day_does_not_begin_it_again() -> None:
+    # At 01:00 the clocks of Havana go back to 00:00.
+    second = Period("day", timezone="America/Havana").at(ms("2026-11-01T00:30-05:00"))
+    assert second == Window("2026-11-01", ms("2026-11-01T00:00-04:00"), ms("2026-11-02T00:00-05:00"))
+
+
+def test_minutes_are_sixty_seconds() -> None:
+    window = Period("minute").at(ms("2026-07-31T12:34:56.789"))
+    assert window == Window("2026-07-31T12:34Z", ms("2026-07-31T12:34"), ms("2026-07-31T12:35"))
+
+
 def test_a_day_that_is_skipped_whole_has_no_window() -> None:
     found = windows(Period("day", timezone="Pacific/Apia"), "2011-12-29T12:00-10:00", 2)
     assert [window.name for window in found] == ["2011-12-29", "2011-12-31"]
@@ -279,7 +290,7 @@ PER = "per must be 'minute', 'hour', 'day', 'week' or 'month', a number of secon
     ("per", "sentence"),
     [
         ("hourly", PER + "'hourly'; did you mean 'hour'?"),
-        ("Day", PER + "'Day'; did you mean 'day'?"),
+        ("HOUR", PER + "'HOUR'; did you mean 'hour'?"),
         ("3600", PER + "'3600'"),
         (True, PER + "True"),
         ([1], PER + "[1]"),

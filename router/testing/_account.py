@@ -81,7 +81,7 @@ class Entry:
     hung_up: bool = False
     """The client left before the answer was written."""
     finished: bool = False
-    """The answer was written completely."""
+    """The answer was written completely; set as its last bytes go out, and taken back if they do not get out."""
 
     def __repr__(self) -> str:
         state = "finished" if self.finished else "hung up" if self.hung_up else "open"

@@ -49,9 +49,6 @@ class Connection(asyncio.Protocol):
         self._all.discard(self)
         self.hang_up()
 
-    def eof_received(self) -> None:
-        self.hang_up()
-
     def pause_writing(self) -> None:
         self._room = asyncio.get_running_loop().create_future()
 

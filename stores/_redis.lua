@@ -1,0 +1,657 @@
+-- The rules of the contract on the keys of one budget tree: carries out a list of operations in their order.
+--
+-- KEYS   1 epoch  2 leases  3 ended  4 mark  5… the ids and then the buckets that the operations name
+-- ARGV   1 a flat JSON array, as stores/_redis_wire.py writes it
+--
+-- All keys of a tree begin with the same {hash tag}, so that holds whose lease is over, which nobody can name in KEYS, lie in
+-- the same slot:
+--   …:e          hash    id, n, accepted, suspect, t: the epoch, and the store's time, which never runs backwards
+--   …:l  …:x     zset    held ids and expired ids, by the end of their lease
+--   …:c:<client> string  n of this client's last write
+--   …:b:<name>   hash    h held, s spent, l lost, c credited, m who it is; without a time to live while it holds
+--   …:i:<id>     string  "option step charge_at_end ended name amount line limit name …"; of a closed id only when it closed
+--
+-- Every key is read, and every answer found, before the first write: a script that fails keeps what it wrote. Lua counts in
+-- doubles, so sums are written by HINCRBY, and what is past 2^53 is answered as text.
+
+local RETENTION, RETENTION_WINDOWLESS, AHEAD, MARK = 86400000, 2592000000, 60000, 604800000
+local GRACE = 60000 -- a bucket outlives the records that may still change it
+local SWEEP = 250 -- leases ended in one run: about 2 ms of the server's time
+local EXACT = 9007199254740992 -- 2^53
+local ROOM = 2305843009213693952 -- 2^61: whatever moves between the four sums of a bucket, none overflows 2^63
+local HELD, SPENT, LOST, CREDITED = 1, 2, 3, 4
+local FIELDS = {"h", "s", "l", "c"}
+
+local call, format, sub, match, gmatch = redis.call, string.format, string.sub, string.match, string.gmatch
+local ask = cjson.decode(ARGV[1])
+local epoch_key, leases_key, ended_key, mark_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local prefix = sub(epoch_key, 1, -2)
+local fresh, known, seen, known_accepted, acked, moment, ids, buckets =
+  ask[1], ask[2], ask[3], ask[4], ask[5], ask[6], ask[7], ask[8]
+
+local function digits(number)
+  return format("%.0f", number)
+end
+
+local function whole(text, key)
+  if not text then
+    return 0
+  end
+  if not match(text, "^%-?%d+$") then
+    error("key " .. key .. " holds something else than a number of ours")
+  end
+  return tonumber(text)
+end
+
+-- The epoch, and whether this client saw more than is here.
+
+local epoch = call("HMGET", epoch_key, "id", "n", "accepted", "suspect", "t")
+local n, accepted, suspect = whole(epoch[2], epoch_key), whole(epoch[3], epoch_key), whole(epoch[4], epoch_key)
+local now = whole(epoch[5], epoch_key)
+local id = epoch[1] or fresh
+if not moment then
+  local time = call("TIME")
+  moment = time[1] * 1000 + math.floor(time[2] / 1000)
+end
+if moment > now then
+  now = moment
+end
+local mark = whole(call("GET", mark_key), mark_key)
+-- Had somebody accepted since this client's last call, what it knew would be void.
+if known and accepted <= known_accepted and (id ~= known or n < seen or mark < acked) then
+  suspect = 1
+end
+
+-- Buckets. b[1…4] are the sums now; `base` is what was read and `delta` what this run adds, so that what is written is exact.
+
+local books = {}
+
+local function bucket(key)
+  local b = books[key]
+  if not b then
+    local got = call("HMGET", key, "h", "s", "l", "c", "m")
+    b = {base = {}, delta = {0, 0, 0, 0}, more = {}, meta = got[5], kept = got[5], found = got[5] or got[1] or got[2]}
+    for f = 1, 4 do
+      b[f] = whole(got[f], key)
+      b.base[f] = got[f] or "0"
+      b.past = b.past or b[f] > EXACT or b[f] < -EXACT
+    end
+    b.was_held = b[HELD]
+    books[key] = b
+  end
+  return b
+end
+
+local function named_bucket(name)
+  return bucket(prefix .. "b:" .. name)
+end
+
+local function text_of(b, f)
+  return b.base[f] .. "+" .. digits(b.delta[f])
+end
+
+-- A sum that is, or was in this run, past 2^53, from parts of nine digits: exact as soon as it is below again.
+local function total(b, f)
+  local high, low = 0, 0
+  for minus, figures in gmatch(text_of(b, f), "(%-?)(%d+)") do
+    local sign = minus == "-" and -1 or 1
+    high = high + sign * (tonumber(sub(figures, 1, -10)) or 0)
+    low = low + sign * tonumber(sub(figures, -9))
+  end
+  return high * 1000000000 + low
+end
+
+local function add(b, f, amount)
+  b.dirty = true
+  local delta = b.delta[f] + amount
+  b.delta[f] = delta
+  if delta > EXACT / 2 or delta < -EXACT / 2 then
+    b.more[#b.more + 1] = {FIELDS[f], digits(delta)}
+    b.base[f] = text_of(b, f)
+    b.delta[f] = 0
+  end
+  local sum = b[f] + amount
+  if b.past or sum > EXACT or sum < -EXACT then
+    b.past = true
+    sum = total(b, f)
+  end
+  b[f] = sum
+end
+
+local function has_room(b, amount)
+  return b[HELD] + b[SPENT] + b[LOST] + b[CREDITED] + amount <= ROOM
+end
+
+local function fits(b, growth, bound)
+  -- Past 2^53 a sum is rounded by less than it is above any bound, which is at most 2^52: it is refused all the same.
+  return growth <= 0 or ((not bound or b[HELD] + b[SPENT] + growth <= bound) and has_room(b, growth))
+end
+
+local function put_sums(answer, b)
+  local at = #answer
+  for f = 1, 4 do
+    local sum = b[f]
+    if sum > EXACT or sum < -EXACT then
+      sum = text_of(b, f)
+    end
+    answer[at + f] = sum
+  end
+  return answer
+end
+
+-- Ids. A record is false (absent), a number (when it closed), a table (held or expired), or text that was not needed yet.
+
+local records, changed = {}, {}
+local leases, ended = {}, {} -- id → when its lease ends, or false to take it out
+local first_end -- no lease ends before this
+
+local function id_of(key)
+  return sub(key, -32)
+end
+
+local function born(key)
+  return tonumber(sub(key, -32, -21), 16)
+end
+
+local function load(keys, from, to)
+  for at = from, to, 1000 do
+    for i, text in ipairs(call("MGET", unpack(keys, at, math.min(at + 999, to)))) do
+      local key = keys[at + i - 1]
+      if records[key] == nil then -- else the sweep has changed it by now
+        records[key] = text
+      end
+    end
+  end
+end
+
+local function put(key, record)
+  records[key] = record
+  changed[key] = true
+end
+
+local function lookup(key)
+  local record = records[key]
+  if type(record) ~= "string" then
+    return record
+  end
+  local option, step, charge, over, charges = match(record, "^(%d+) (%d+) (%d) (%d+)(.*)$")
+  local since
+  if option then
+    record = {option = tonumber(option), step = tonumber(step), charge = charge == "1", ended = tonumber(over), charges = charges}
+    since = record.ended
+  else
+    record = whole(record, key)
+    since = record
+  end
+  -- An id made by a clock ahead of ours stays until it is old by its own moment: forgotten before, it could count twice.
+  if since > 0 and since + RETENTION < now and now - born(key) > RETENTION then
+    if option then
+      ended[id_of(key)] = false
+    end
+    put(key, false)
+    return false
+  end
+  records[key] = record
+  return record
+end
+
+local function text(record)
+  return record.option .. " " .. digits(record.step) .. " " .. (record.charge and 1 or 0) .. " " .. digits(record.ended)
+    .. record.charges
+end
+
+local function each(record)
+  return gmatch(record.charges, " (%S+) (%S+) (%S+) (%S+)")
+end
+
+local function take(record, sign)
+  for name, amount in each(record) do
+    add(named_bucket(name), HELD, sign * tonumber(amount))
+  end
+end
+
+local function start_lease(key, ends)
+  leases[id_of(key)] = ends
+  if not first_end or ends < first_end then
+    first_end = ends
+  end
+end
+
+local function end_lease(key, record, ends)
+  take(record, -1)
+  for name, amount in each(record) do
+    local b = named_bucket(name)
+    add(b, LOST, tonumber(amount))
+    if record.charge then
+      add(b, SPENT, tonumber(amount))
+    end
+  end
+  record.ended = now
+  leases[id_of(key)] = false
+  ended[id_of(key)] = ends
+  changed[key] = true
+end
+
+local function undo_end(key, record)
+  for name, amount in each(record) do
+    local b = named_bucket(name)
+    if b.found then
+      add(b, LOST, -tonumber(amount))
+      if record.charge then
+        add(b, SPENT, -tonumber(amount))
+      end
+    end
+  end
+  ended[id_of(key)] = false
+end
+
+-- Write everything; nothing here can fail but its first command (a full, read-only or unsaved server), which changes nothing.
+
+local function write_zset(key, members)
+  local put_in, take_out = {}, {}
+  for member, score in pairs(members) do
+    if score then
+      put_in[#put_in + 1] = digits(score)
+      put_in[#put_in + 1] = member
+    else
+      take_out[#take_out + 1] = member
+    end
+  end
+  for at = 1, #put_in, 1000 do
+    call("ZADD", key, unpack(put_in, at, math.min(at + 999, #put_in)))
+  end
+  for at = 1, #take_out, 1000 do
+    call("ZREM", key, unpack(take_out, at, math.min(at + 999, #take_out)))
+  end
+  return #put_in > 0
+end
+
+local function write_bucket(key, b)
+  if b.meta and not b.kept then
+    call("HSET", key, "m", b.meta)
+  end
+  for _, part in ipairs(b.more) do
+    call("HINCRBY", key, part[1], part[2])
+  end
+  for f = 1, 4 do
+    if b.delta[f] ~= 0 then
+      call("HINCRBY", key, FIELDS[f], digits(b.delta[f]))
+    end
+  end
+  if b[HELD] ~= 0 then
+    if b.found and b.was_held == 0 then
+      call("PERSIST", key)
+    end
+    return
+  end
+  local ends = b.ends
+  if ends == nil and b.meta then
+    ends = cjson.decode(b.meta)[4]
+  end
+  -- A length of time and no moment: the server's clock need not be the store's.
+  if type(ends) == "number" then
+    call("PEXPIRE", key, digits(math.max(ends - now, 0) + RETENTION + GRACE))
+  else
+    call("PEXPIRE", key, digits(RETENTION_WINDOWLESS))
+  end
+end
+
+local written = false
+
+local function write()
+  if written then
+    return
+  end
+  written = true
+  n = n + 1
+  call("HSET", epoch_key, "id", id, "n", digits(n), "accepted", digits(accepted), "suspect", suspect, "t", digits(now))
+  call("SET", mark_key, digits(n), "PX", MARK)
+  for key, b in pairs(books) do
+    if b.dirty then
+      write_bucket(key, b)
+    end
+  end
+  local held = {}
+  for key in pairs(changed) do
+    local record = records[key]
+    if not record then
+      call("DEL", key)
+    elseif type(record) == "string" or (type(record) == "table" and record.ended == 0) then
+      held[#held + 1] = key
+      held[#held + 1] = type(record) == "string" and record or text(record)
+    else
+      local keep = math.max(RETENTION, born(key) + RETENTION - now) + 1
+      call("SET", key, type(record) == "table" and text(record) or digits(record), "PX", digits(keep))
+    end
+  end
+  for at = 1, #held, 1000 do
+    call("MSET", unpack(held, at, math.min(at + 999, #held)))
+  end
+  write_zset(leases_key, leases)
+  if write_zset(ended_key, ended) then
+    call("PEXPIRE", ended_key, digits(RETENTION + GRACE))
+  end
+end
+
+-- End the leases whose time has come. Answers whether there may be more of them than one run should end.
+
+local function keys_of(members)
+  local keys = {}
+  for i = 1, #members, 2 do
+    keys[#keys + 1] = prefix .. "i:" .. members[i]
+  end
+  return keys
+end
+
+local function forget_ended(most)
+  local members = call("ZRANGE", ended_key, 0, most - 1, "WITHSCORES")
+  local keys = keys_of(members)
+  for i, key in ipairs(keys) do
+    -- They ended in the order of their leases' ends: the first that is kept stands before all that are.
+    if tonumber(members[2 * i]) + RETENTION >= now then
+      return
+    end
+    load(keys, i, i)
+    if lookup(key) then
+      return
+    end
+    ended[id_of(key)] = false
+  end
+end
+
+local function sweep()
+  local first = call("ZRANGE", leases_key, 0, 0, "WITHSCORES")
+  first_end = tonumber(first[2])
+  if not first_end or first_end > now then
+    return false
+  end
+  local members = call("ZRANGEBYSCORE", leases_key, "-inf", digits(now), "WITHSCORES", "LIMIT", 0, SWEEP)
+  local keys = keys_of(members)
+  load(keys, 1, #keys)
+  for i, key in ipairs(keys) do
+    local record = lookup(key)
+    if type(record) == "table" and record.ended == 0 then
+      end_lease(key, record, tonumber(members[2 * i]))
+    else
+      leases[id_of(key)] = false
+    end
+  end
+  forget_ended(#keys + 10)
+  local rest = call("ZRANGE", leases_key, #keys, #keys, "WITHSCORES")
+  first_end = tonumber(rest[2])
+  return first_end ~= nil and first_end <= now
+end
+
+-- The operations. `at` is where one's values begin; faces are the buckets as this call names them.
+
+local faces, names, starts_too_far, over_since = {}, {}, {}, {}
+
+local function put_record_sums(answer, record)
+  for name in each(record) do
+    local b = named_bucket(name)
+    answer[#answer + 1] = b.meta or name
+    put_sums(answer, b)
+  end
+  return answer
+end
+
+local function reserve(at)
+  local key, lease, charge_at_end, options = KEYS[ask[at]], ask[at + 1], ask[at + 2], ask[at + 3]
+  if suspect ~= 0 then
+    return {"rolled back"}
+  end
+  local record = lookup(key)
+  if record then
+    if type(record) == "table" and record.ended == 0 then
+      return put_record_sums({"again", record.option}, record)
+    end
+    return {"gone"}
+  end
+  if now - born(key) > RETENTION then
+    return {"gone"}
+  end
+  local refused = {"refused"}
+  at = at + 4
+  for option = 0, options - 1 do
+    local last = at + 2 + 3 * (ask[at] - 1)
+    local found
+    for i = at + 2, last, 3 do
+      local face, amount = ask[i], ask[i + 1]
+      if starts_too_far[face] or (over_since[face] and over_since[face] <= now) then
+        return {"stale"}
+      end
+      if not fits(faces[face], amount, ask[i + 2]) then
+        found = found or {}
+        found[#found + 1] = put_sums({(i - at - 2) / 3}, faces[face])
+      end
+    end
+    if not found then
+      local answer = {"held", option}
+      for i = at + 2, last, 3 do
+        local b = faces[ask[i]]
+        add(b, HELD, ask[i + 1])
+        put_sums(answer, b)
+      end
+      put(key, option .. " 0 " .. charge_at_end .. " 0" .. ask[at + 1])
+      start_lease(key, now + lease)
+      return answer
+    end
+    refused[#refused + 1] = found
+    at = last + 3
+  end
+  return refused
+end
+
+local function extend(at)
+  local key, step, size = KEYS[ask[at]], ask[at + 1], ask[at + 2]
+  local record = lookup(key)
+  if type(record) ~= "table" or record.ended ~= 0 then
+    return {"gone"}
+  end
+  if step > record.step then
+    local before = {}
+    for name, amount in each(record) do
+      before[name] = tonumber(amount)
+    end
+    local found = {}
+    for i = at + 4, at + 1 + 3 * size, 3 do
+      local face = ask[i]
+      if not fits(faces[face], ask[i + 1] - (before[names[face]] or 0), ask[i + 2]) then
+        found[#found + 1] = put_sums({(i - at - 4) / 3}, faces[face])
+      end
+    end
+    if #found > 0 then
+      return {"refused", found}
+    end
+    take(record, -1)
+    record.step, record.charges = step, ask[at + 3]
+    take(record, 1)
+    changed[key] = true
+  end
+  return put_record_sums({"again", record.option}, record)
+end
+
+local function put_face_sums(answer, from, last, step)
+  for i = from, last, step do
+    put_sums(answer, faces[ask[i]])
+  end
+  return answer
+end
+
+local function settle(at)
+  local key, size = KEYS[ask[at]], ask[at + 1]
+  local from, last = at + 2, at + 2 * size
+  local record = lookup(key)
+  if type(record) == "number" then
+    return put_face_sums({"settled", 0, 0}, from, last, 2)
+  end
+  local late = not record or record.ended ~= 0
+  if late and size > 0 then
+    if not record and now - born(key) > RETENTION then
+      return {"id forgotten"}
+    end
+    for i = from, last, 2 do
+      local ends = over_since[ask[i]]
+      if ends and ends + RETENTION <= now then
+        return {"window forgotten", (i - from) / 2}
+      end
+    end
+  end
+  local has = {}
+  if record then
+    for name in each(record) do
+      has[name] = true
+    end
+  end
+  for i = from, last, 2 do
+    if record and not has[names[ask[i]]] then
+      return {"not held", (i - from) / 2}
+    end
+    if not has_room(faces[ask[i]], ask[i + 1]) then
+      return {"no room", (i - from) / 2}
+    end
+  end
+  if record and late then
+    undo_end(key, record)
+  elseif record then
+    take(record, -1)
+    leases[id_of(key)] = false
+  end
+  for i = from, last, 2 do
+    add(faces[ask[i]], SPENT, ask[i + 1])
+  end
+  put(key, now)
+  return put_face_sums({"settled", 1, late and 1 or 0}, from, last, 2)
+end
+
+local function credit(at)
+  local key, size = KEYS[ask[at]], ask[at + 1]
+  local from, last = at + 2, at + 2 * size
+  local record = lookup(key)
+  if type(record) == "table" then
+    return {"a reservation"}
+  end
+  if record then
+    return put_face_sums({"settled", 0, 0}, from, last, 2)
+  end
+  if now - born(key) > RETENTION then
+    return {"id forgotten"}
+  end
+  for i = from, last, 2 do
+    if ask[i + 1] > faces[ask[i]][SPENT] then
+      return {"spent less", (i - from) / 2, faces[ask[i]][SPENT]}
+    end
+    if not has_room(faces[ask[i]], ask[i + 1]) then
+      return {"no room", (i - from) / 2}
+    end
+  end
+  for i = from, last, 2 do
+    add(faces[ask[i]], SPENT, -ask[i + 1])
+    add(faces[ask[i]], CREDITED, ask[i + 1])
+  end
+  put(key, now)
+  return put_face_sums({"settled", 1, 0}, from, last, 2)
+end
+
+local function take_again(key, record)
+  for name, amount, _, limit in each(record) do
+    -- What the lease's end counted as spent is what is taken again: that fits by itself.
+    local growth = record.charge and 0 or tonumber(amount)
+    if not fits(named_bucket(name), growth, tonumber(limit)) then
+      return false
+    end
+  end
+  undo_end(key, record)
+  take(record, 1)
+  record.ended = 0
+  changed[key] = true
+  return true
+end
+
+local function renew(at)
+  local lease, size = ask[at], ask[at + 1]
+  local answer = {"renewed"}
+  for i = at + 2, at + 1 + size do
+    local key = KEYS[ask[i]]
+    local record = lookup(key)
+    if type(record) == "table" and (record.ended == 0 or take_again(key, record)) then
+      start_lease(key, now + lease)
+      answer[#answer + 1] = i - at - 2
+    end
+  end
+  return answer
+end
+
+local function balances(at)
+  return put_face_sums({"balances"}, at + 1, at + ask[at], 1)
+end
+
+-- Lists what is written, so it stands alone in its run: first what the sweep found is written.
+local function holds(at)
+  local most = ask[at]
+  forget_ended(100)
+  write()
+  local answer = {"holds"}
+  for _, zset in ipairs({ended_key, leases_key}) do
+    local members = call("ZRANGE", zset, 0, most - 1, "WITHSCORES")
+    local keys = keys_of(members)
+    load(keys, 1, #keys)
+    for i, key in ipairs(keys) do
+      local record = lookup(key)
+      if type(record) == "table" and #answer <= most then
+        local metas = {}
+        for name in each(record) do
+          metas[#metas + 1] = named_bucket(name).meta or name
+        end
+        answer[#answer + 1] = {
+          members[2 * i - 1], record.ended, tonumber(members[2 * i]), record.charge and 1 or 0, record.charges, metas,
+        }
+      end
+    end
+  end
+  return answer
+end
+
+local function accept()
+  -- A client library may send a run twice: the second finds the epoch that the first made.
+  if epoch[1] ~= fresh or accepted <= known_accepted then
+    id, suspect = fresh, 0
+    accepted = math.max(now, accepted + 1, known_accepted + 1)
+  end
+  return {"accepted"}
+end
+
+local function check()
+  return {"checked"}
+end
+
+local OPERATIONS = {
+  reserve = reserve, extend = extend, settle = settle, credit = credit, renew = renew, balances = balances, holds = holds,
+  accept = accept, check = check,
+}
+
+-- The run.
+
+local more = sweep()
+local answers = {}
+if not more then
+  load(KEYS, 5, 4 + ids)
+  local at = 9
+  for face = 1, buckets do
+    local key = KEYS[ask[at]]
+    local b = bucket(key)
+    local starts, ends = ask[at + 1], ask[at + 2]
+    b.meta = b.meta or ask[at + 3]
+    b.ends = ends
+    faces[face], names[face], over_since[face] = b, sub(key, #prefix + 3), ends
+    starts_too_far[face] = starts and starts > now + AHEAD
+    at = at + 4
+  end
+  local size = #ask
+  while at <= size do
+    answers[#answers + 1] = OPERATIONS[ask[at]](at + 2)
+    at = at + 2 + ask[at + 1]
+  end
+end
+write()
+return {id, n, accepted, suspect, now, first_end or -1, more and 1 or 0, answers}
