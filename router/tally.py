@@ -15,9 +15,10 @@ class Tally:
 
     `end` is the usage that came with or after the end, which is what the provider bills; `so_far` is the last one that came
     before it: cumulated, or a placeholder. `started` says whether a model began to answer; `final` whether it came to its end.
+    `deltas` and `chars` are how much text came.
     """
 
-    __slots__ = ("_pieces", "end", "final", "model", "so_far", "started")
+    __slots__ = ("_pieces", "chars", "deltas", "end", "final", "model", "so_far", "started")
 
     def __init__(self) -> None:
         self.end: Usage | None = None
@@ -25,6 +26,8 @@ class Tally:
         self.started = False
         self.final = False
         self.model: str | None = None
+        self.deltas = 0
+        self.chars = 0
         self._pieces: list[str] = []
 
     @property
@@ -92,3 +95,5 @@ class Tally:
     def _add_text(self, text: Any) -> None:
         if isinstance(text, str) and text:
             self._pieces.append(text)
+            self.deltas += 1
+            self.chars += len(text)

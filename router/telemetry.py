@@ -107,7 +107,7 @@ class Telemetry:
         """Count and log a call that has ended."""
         self.spent += decision.actual or 0
         self.unconfirmed += decision.unconfirmed
-        if decision.outcome in ("served", "left", "unreported", "released"):
+        if decision.outcome in ("served", "left", "cut", "unreported", "released"):
             self.served[decision.tier or "embedding"] += 1
         else:
             self.failed += 1

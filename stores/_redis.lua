@@ -8,7 +8,7 @@
 --   …:e          hash    id, n, accepted, suspect, t: the epoch, and the store's time, which never runs backwards
 --   …:l  …:x     zset    held ids and expired ids, by the end of their lease
 --   …:c:<client> string  n of this client's last write
---   …:b:<name>   hash    h held, s spent, l lost, c credited, m who it is; without a time to live while it holds
+--   …:b:<name>   hash    h held, s spent, l lost, c credited, m "starts ends [tree,name]"; without a time to live while it holds
 --   …:i:<id>     string  "option step charge_at_end ended name amount line limit name …"; of a closed id only when it closed
 --
 -- Every key is read, and every answer found, before the first write: a script that fails keeps what it wrote. Lua counts in
@@ -23,7 +23,8 @@ local HELD, SPENT, LOST, CREDITED = 1, 2, 3, 4
 local FIELDS = {"h", "s", "l", "c"}
 
 local call, format, sub, match, gmatch = redis.call, string.format, string.sub, string.match, string.gmatch
-local ask = cjson.decode(ARGV[1])
+local tonumber, type, min, max = tonumber, type, math.min, math.max
+local KEYS, ask = KEYS, cjson.decode(ARGV[1])
 local epoch_key, leases_key, ended_key, mark_key = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local prefix = sub(epoch_key, 1, -2)
 local fresh, known, seen, known_accepted, acked, moment, ids, buckets =
@@ -62,21 +63,36 @@ if known and accepted <= known_accepted and (id ~= known or n < seen or mark < a
   suspect = 1
 end
 
--- Buckets. b[1…4] are the sums now; `base` is what was read and `delta` what this run adds, so that what is written is exact.
+-- Buckets. b[1…4] are the sums now, and b.read what they were. A bucket with a sum that is, or was in this run, below 0 or
+-- above 2^53 has in b.parts, per sum, the text of what was read and of every amount since: what is written of it is exact, and
+-- so is its sum as soon as that is small again.
 
 local books = {}
+
+local function part(b)
+  b.parts = {}
+  for f = 1, 4 do
+    b.parts[f] = {b.text[f]}
+    if b[f] ~= b.read[f] then
+      b.parts[f][2] = digits(b[f] - b.read[f])
+    end
+  end
+end
 
 local function bucket(key)
   local b = books[key]
   if not b then
     local got = call("HMGET", key, "h", "s", "l", "c", "m")
-    b = {base = {}, delta = {0, 0, 0, 0}, more = {}, meta = got[5], kept = got[5], found = got[5] or got[1] or got[2]}
+    b = {text = {}, read = {}, meta = got[5], kept = got[5], found = got[5] or got[1] or got[2]}
     for f = 1, 4 do
-      b[f] = whole(got[f], key)
-      b.base[f] = got[f] or "0"
-      b.past = b.past or b[f] > EXACT or b[f] < -EXACT
+      b.text[f], b.read[f] = got[f] or "0", whole(got[f], key)
+      b[f] = b.read[f]
     end
-    b.was_held = b[HELD]
+    for f = 1, 4 do
+      if b[f] < 0 or b[f] > EXACT then
+        part(b)
+      end
+    end
     books[key] = b
   end
   return b
@@ -86,34 +102,22 @@ local function named_bucket(name)
   return bucket(prefix .. "b:" .. name)
 end
 
-local function text_of(b, f)
-  return b.base[f] .. "+" .. digits(b.delta[f])
-end
-
--- A sum that is, or was in this run, past 2^53, from parts of nine digits: exact as soon as it is below again.
-local function total(b, f)
-  local high, low = 0, 0
-  for minus, figures in gmatch(text_of(b, f), "(%-?)(%d+)") do
-    local sign = minus == "-" and -1 or 1
-    high = high + sign * (tonumber(sub(figures, 1, -10)) or 0)
-    low = low + sign * tonumber(sub(figures, -9))
-  end
-  return high * 1000000000 + low
-end
-
 local function add(b, f, amount)
-  b.dirty = true
-  local delta = b.delta[f] + amount
-  b.delta[f] = delta
-  if delta > EXACT / 2 or delta < -EXACT / 2 then
-    b.more[#b.more + 1] = {FIELDS[f], digits(delta)}
-    b.base[f] = text_of(b, f)
-    b.delta[f] = 0
-  end
   local sum = b[f] + amount
-  if b.past or sum > EXACT or sum < -EXACT then
-    b.past = true
-    sum = total(b, f)
+  b.dirty = true
+  if b.parts or sum < 0 or sum > EXACT then
+    if not b.parts then
+      part(b)
+    end
+    local parts, high, low = b.parts[f], 0, 0
+    parts[#parts + 1] = digits(amount)
+    for _, number in ipairs(parts) do
+      local minus, figures = match(number, "^(%-?)(%d+)$")
+      local sign = minus == "-" and -1 or 1
+      high = high + sign * (tonumber(sub(figures, 1, -10)) or 0)
+      low = low + sign * tonumber(sub(figures, -9))
+    end
+    sum = high * 1000000000 + low
   end
   b[f] = sum
 end
@@ -127,14 +131,13 @@ local function fits(b, growth, bound)
   return growth <= 0 or ((not bound or b[HELD] + b[SPENT] + growth <= bound) and has_room(b, growth))
 end
 
-local function put_sums(answer, b)
-  local at = #answer
-  for f = 1, 4 do
-    local sum = b[f]
-    if sum > EXACT or sum < -EXACT then
-      sum = text_of(b, f)
+local function put_sums(answer, at, b)
+  if b.parts then
+    for f = 1, 4 do
+      answer[at + f - 1] = table.concat(b.parts[f], "+")
     end
-    answer[at + f] = sum
+  else
+    answer[at], answer[at + 1], answer[at + 2], answer[at + 3] = b[1], b[2], b[3], b[4]
   end
   return answer
 end
@@ -149,13 +152,16 @@ local function id_of(key)
   return sub(key, -32)
 end
 
-local function born(key)
-  return tonumber(sub(key, -32, -21), 16)
+-- An id begins with the moment of its making, in 12 hex digits.
+local oldest = format("%012x", max(now - RETENTION, 0))
+
+local function is_old(key)
+  return id_of(key) < oldest
 end
 
 local function load(keys, from, to)
   for at = from, to, 1000 do
-    for i, text in ipairs(call("MGET", unpack(keys, at, math.min(at + 999, to)))) do
+    for i, text in ipairs(call("MGET", unpack(keys, at, min(at + 999, to)))) do
       local key = keys[at + i - 1]
       if records[key] == nil then -- else the sweep has changed it by now
         records[key] = text
@@ -184,7 +190,7 @@ local function lookup(key)
     since = record
   end
   -- An id made by a clock ahead of ours stays until it is old by its own moment: forgotten before, it could count twice.
-  if since > 0 and since + RETENTION < now and now - born(key) > RETENTION then
+  if since > 0 and since + RETENTION < now and is_old(key) then
     if option then
       ended[id_of(key)] = false
     end
@@ -210,11 +216,16 @@ local function take(record, sign)
   end
 end
 
-local function start_lease(key, ends)
-  leases[id_of(key)] = ends
-  if not first_end or ends < first_end then
-    first_end = ends
+local ends_of = {} -- length of a lease → when one that starts now ends, as text
+
+local function start_lease(key, lease)
+  local ends = ends_of[lease]
+  if not ends then
+    ends = digits(now + lease)
+    ends_of[lease] = ends
+    first_end = min(first_end or now + lease, now + lease)
   end
+  leases[id_of(key)] = ends
 end
 
 local function end_lease(key, record, ends)
@@ -228,7 +239,7 @@ local function end_lease(key, record, ends)
   end
   record.ended = now
   leases[id_of(key)] = false
-  ended[id_of(key)] = ends
+  ended[id_of(key)] = digits(ends)
   changed[key] = true
 end
 
@@ -248,49 +259,51 @@ end
 -- Write everything; nothing here can fail but its first command (a full, read-only or unsaved server), which changes nothing.
 
 local function write_zset(key, members)
-  local put_in, take_out = {}, {}
+  local put_in, ins, take_out, outs = {}, 0, {}, 0
   for member, score in pairs(members) do
     if score then
-      put_in[#put_in + 1] = digits(score)
-      put_in[#put_in + 1] = member
+      put_in[ins + 1], put_in[ins + 2] = score, member
+      ins = ins + 2
     else
-      take_out[#take_out + 1] = member
+      outs = outs + 1
+      take_out[outs] = member
     end
   end
-  for at = 1, #put_in, 1000 do
-    call("ZADD", key, unpack(put_in, at, math.min(at + 999, #put_in)))
+  for at = 1, ins, 1000 do
+    call("ZADD", key, unpack(put_in, at, min(at + 999, ins)))
   end
-  for at = 1, #take_out, 1000 do
-    call("ZREM", key, unpack(take_out, at, math.min(at + 999, #take_out)))
+  for at = 1, outs, 1000 do
+    call("ZREM", key, unpack(take_out, at, min(at + 999, outs)))
   end
-  return #put_in > 0
+  return ins > 0
 end
 
 local function write_bucket(key, b)
   if b.meta and not b.kept then
     call("HSET", key, "m", b.meta)
   end
-  for _, part in ipairs(b.more) do
-    call("HINCRBY", key, part[1], part[2])
-  end
   for f = 1, 4 do
-    if b.delta[f] ~= 0 then
-      call("HINCRBY", key, FIELDS[f], digits(b.delta[f]))
+    if b.parts then
+      for i = 2, #b.parts[f] do
+        call("HINCRBY", key, FIELDS[f], b.parts[f][i])
+      end
+    elseif b[f] ~= b.read[f] then
+      call("HINCRBY", key, FIELDS[f], digits(b[f] - b.read[f]))
     end
   end
   if b[HELD] ~= 0 then
-    if b.found and b.was_held == 0 then
+    if b.found and b.read[HELD] == 0 then
       call("PERSIST", key)
     end
     return
   end
   local ends = b.ends
   if ends == nil and b.meta then
-    ends = cjson.decode(b.meta)[4]
+    ends = tonumber(match(b.meta, "^%S+ (%d+)"))
   end
   -- A length of time and no moment: the server's clock need not be the store's.
-  if type(ends) == "number" then
-    call("PEXPIRE", key, digits(math.max(ends - now, 0) + RETENTION + GRACE))
+  if ends then
+    call("PEXPIRE", key, digits(max(ends - now, 0) + RETENTION + GRACE))
   else
     call("PEXPIRE", key, digits(RETENTION_WINDOWLESS))
   end
@@ -311,21 +324,22 @@ local function write()
       write_bucket(key, b)
     end
   end
-  local held = {}
+  local held, size = {}, 0
   for key in pairs(changed) do
     local record = records[key]
     if not record then
       call("DEL", key)
     elseif type(record) == "string" or (type(record) == "table" and record.ended == 0) then
-      held[#held + 1] = key
-      held[#held + 1] = type(record) == "string" and record or text(record)
+      held[size + 1], held[size + 2] = key, type(record) == "string" and record or text(record)
+      size = size + 2
     else
-      local keep = math.max(RETENTION, born(key) + RETENTION - now) + 1
+      local made = tonumber(sub(key, -32, -21), 16)
+      local keep = max(made - now, 0) + RETENTION + 1
       call("SET", key, type(record) == "table" and text(record) or digits(record), "PX", digits(keep))
     end
   end
-  for at = 1, #held, 1000 do
-    call("MSET", unpack(held, at, math.min(at + 999, #held)))
+  for at = 1, size, 1000 do
+    call("MSET", unpack(held, at, min(at + 999, size)))
   end
   write_zset(leases_key, leases)
   if write_zset(ended_key, ended) then
@@ -390,13 +404,13 @@ local function put_record_sums(answer, record)
   for name in each(record) do
     local b = named_bucket(name)
     answer[#answer + 1] = b.meta or name
-    put_sums(answer, b)
+    put_sums(answer, #answer + 1, b)
   end
   return answer
 end
 
 local function reserve(at)
-  local key, lease, charge_at_end, options = KEYS[ask[at]], ask[at + 1], ask[at + 2], ask[at + 3]
+  local key, lease, options = KEYS[ask[at]], ask[at + 1], ask[at + 2]
   if suspect ~= 0 then
     return {"rolled back"}
   end
@@ -407,11 +421,11 @@ local function reserve(at)
     end
     return {"gone"}
   end
-  if now - born(key) > RETENTION then
+  if is_old(key) then
     return {"gone"}
   end
-  local refused = {"refused"}
-  at = at + 4
+  local refused
+  at = at + 3
   for option = 0, options - 1 do
     local last = at + 2 + 3 * (ask[at] - 1)
     local found
@@ -422,20 +436,22 @@ local function reserve(at)
       end
       if not fits(faces[face], amount, ask[i + 2]) then
         found = found or {}
-        found[#found + 1] = put_sums({(i - at - 2) / 3}, faces[face])
+        found[#found + 1] = put_sums({(i - at - 2) / 3}, 2, faces[face])
       end
     end
     if not found then
-      local answer = {"held", option}
+      local answer, size = {"held", option, nil, nil, nil, nil, nil, nil, nil, nil}, 3 -- room for two buckets from the start
       for i = at + 2, last, 3 do
         local b = faces[ask[i]]
         add(b, HELD, ask[i + 1])
-        put_sums(answer, b)
+        put_sums(answer, size, b)
+        size = size + 4
       end
-      put(key, option .. " 0 " .. charge_at_end .. " 0" .. ask[at + 1])
-      start_lease(key, now + lease)
+      put(key, ask[at + 1])
+      start_lease(key, lease)
       return answer
     end
+    refused = refused or {"refused"}
     refused[#refused + 1] = found
     at = last + 3
   end
@@ -457,7 +473,7 @@ local function extend(at)
     for i = at + 4, at + 1 + 3 * size, 3 do
       local face = ask[i]
       if not fits(faces[face], ask[i + 1] - (before[names[face]] or 0), ask[i + 2]) then
-        found[#found + 1] = put_sums({(i - at - 4) / 3}, faces[face])
+        found[#found + 1] = put_sums({(i - at - 4) / 3}, 2, faces[face])
       end
     end
     if #found > 0 then
@@ -473,7 +489,7 @@ end
 
 local function put_face_sums(answer, from, last, step)
   for i = from, last, step do
-    put_sums(answer, faces[ask[i]])
+    put_sums(answer, #answer + 1, faces[ask[i]])
   end
   return answer
 end
@@ -487,7 +503,7 @@ local function settle(at)
   end
   local late = not record or record.ended ~= 0
   if late and size > 0 then
-    if not record and now - born(key) > RETENTION then
+    if not record and is_old(key) then
       return {"id forgotten"}
     end
     for i = from, last, 2 do
@@ -534,7 +550,7 @@ local function credit(at)
   if record then
     return put_face_sums({"settled", 0, 0}, from, last, 2)
   end
-  if now - born(key) > RETENTION then
+  if is_old(key) then
     return {"id forgotten"}
   end
   for i = from, last, 2 do
@@ -575,7 +591,7 @@ local function renew(at)
     local key = KEYS[ask[i]]
     local record = lookup(key)
     if type(record) == "table" and (record.ended == 0 or take_again(key, record)) then
-      start_lease(key, now + lease)
+      start_lease(key, lease)
       answer[#answer + 1] = i - at - 2
     end
   end
@@ -616,7 +632,7 @@ local function accept()
   -- A client library may send a run twice: the second finds the epoch that the first made.
   if epoch[1] ~= fresh or accepted <= known_accepted then
     id, suspect = fresh, 0
-    accepted = math.max(now, accepted + 1, known_accepted + 1)
+    accepted = max(now, accepted + 1, known_accepted + 1)
   end
   return {"accepted"}
 end
@@ -638,14 +654,13 @@ if not more then
   load(KEYS, 5, 4 + ids)
   local at = 9
   for face = 1, buckets do
-    local key = KEYS[ask[at]]
+    local key, starts, ends = KEYS[4 + ids + face], ask[at], ask[at + 1]
     local b = bucket(key)
-    local starts, ends = ask[at + 1], ask[at + 2]
-    b.meta = b.meta or ask[at + 3]
+    b.meta = b.meta or ask[at + 2]
     b.ends = ends
     faces[face], names[face], over_since[face] = b, sub(key, #prefix + 3), ends
     starts_too_far[face] = starts and starts > now + AHEAD
-    at = at + 4
+    at = at + 3
   end
   local size = #ask
   while at <= size do

@@ -106,7 +106,8 @@ class Batcher(Generic[Item, Answer]):
 
     def _carried(self, task: asyncio.Task[None]) -> None:
         self._batches.discard(task)
-        self._flush()
+        if not task.cancelled():  # else the loop is being torn down, and a new task would outlive it
+            self._flush()
 
     async def _carry(self, batch: list[_Place[Item, Answer]]) -> None:
         answers: Sequence[Answer | Exception]

@@ -39,7 +39,6 @@ hidden_reasoning = "reserved"
 unseen_input = "refuse"
 output_limit = 2000
 settle_timeout = 2.5
-store_timeout = 1
 price_as = "served"
 max_open = 50
 
@@ -193,7 +192,6 @@ def test_a_policy_in_toml_equals_the_same_one_in_python() -> None:
         unseen_input="refuse",
         output_limit=2000,
         settle_timeout=2.5,
-        store_timeout=1,
         price_as="served",
         max_open=50,
     )

@@ -131,9 +131,7 @@ def test_no_call_costs_more_than_its_bound(price: Price, usage: Usage, spare_in:
 
 
 @given(_prices, st.integers(0, 500), st.integers(0, 500), st.integers(0, 500), st.integers(0, 500))
-def test_a_bound_never_falls_when_more_tokens_are_allowed(
-    price: Price, a: int, b: int, more_a: int, more_b: int
-) -> None:
+def test_a_bound_never_falls_when_more_tokens_are_allowed(price: Price, a: int, b: int, more_a: int, more_b: int) -> None:
     less = price.bound(input_tokens=a, output_tokens=b)
     assert less <= price.bound(input_tokens=a + more_a, output_tokens=b + more_b)
 
@@ -161,9 +159,7 @@ def test_costs_are_those_of_the_price_table() -> None:
             theirs = genai_prices.Usage(
                 input_tokens=total, cache_read_tokens=cached, cache_write_tokens=written, output_tokens=output
             )
-            cost = genai_prices.calc_price(
-                theirs, model, provider_id=provider, genai_request_timestamp=_WHEN
-            ).total_price
+            cost = genai_prices.calc_price(theirs, model, provider_id=provider, genai_request_timestamp=_WHEN).total_price
             # Above the table's price only where that depends on the time of day.
             assert math.ceil(cost * 10**9) == price.cost(usage) or provider == "deepseek", (provider, model)
             assert cost * 10**9 <= price.bound(input_tokens=total, output_tokens=output)

@@ -712,3 +712,32 @@ def test_a_decision_reads_as_a_sentence() -> None:
     assert str(decision) == "served by m (cheap, rule): $0.000000005 of an estimated $0.00000001"
     assert repr(Result(decision=decision)) == f"<Result {decision}>"
     assert CHEAP.bound(input_tokens=1, output_tokens=1) == 1200
+
+
+@pytest.mark.parametrize("provider", [Reply(tokens=200, overrun=True)], indirect=True)
+@pytest.mark.parametrize("on_overrun", ["extend", "cut"])
+@pytest.mark.parametrize("room", ["much", "little"])
+async def test_a_provider_that_generates_past_the_limit_is_counted_and_may_be_cut(
+    provider: LocalProvider, on_overrun: str, room: str
+) -> None:
+    cap = Cap(usd="1" if room == "much" else "0.0006", per="hour", admit_at=1, name="all")
+    async with bench(provider, cap, classes=[TaskClass("chat", on_overrun=on_overrun)]) as b:  # type: ignore[arg-type]
+        stream = await b.router.stream(chat(output=50))
+        seen = [chunk async for chunk in stream]
+        decision = stream.decision
+        if on_overrun == "extend" and room == "much":
+            assert decision.outcome == "served"
+            assert (await b.sums()) == (0, provider.spent())
+            assert "more was held" in str(decision)
+        else:
+            assert decision.outcome == "cut"
+            assert 50 < len(seen) < 100
+            held, spent = await b.sums()
+            assert held == 0
+            assert spent > 51 * 10_000
+
+
+async def test_the_vocabulary_is_prepared_when_the_router_is_entered(provider: LocalProvider) -> None:
+    async with bench(provider) as b:
+        await b.router.run(chat())
+        assert b.router._estimator.count("hello world", "strong-model", "o200k_base") == 2

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,33 @@ def copy(path: Path, to: Path) -> None:
     """Copy a database in use, WAL and all, as SQLite's own backup does."""
     with another_program(path) as source, another_program(to) as target:
         source.backup(target)
+
+
+def content(path: Path) -> bytes:
+    return path.read_bytes()
+
+
+def overwrite(path: Path, content: bytes) -> None:
+    path.write_bytes(content)
+
+
+def wal_size(path: Path) -> int:
+    return Path(f"{path}-wal").stat().st_size
+
+
+@contextmanager
+def turn_of_another(path: Path) -> Iterator[None]:
+    """Have the turn at `path`, as a process does that was stopped in it."""
+    with Path(f"{path}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def transaction_of_another(path: Path) -> Iterator[None]:
+    with another_program(path) as other:
+        other.execute("BEGIN IMMEDIATE")
+        yield
 
 
 def start(script: str, *args: object) -> subprocess.Popen[str]:
@@ -282,7 +309,7 @@ def test_the_wal_does_not_grow_with_the_number_of_commits(path: Path) -> None:
     for _ in range(3):
         for _ in range(300):
             file.carry_out([_ops.Check("")], lambda: False)
-        sizes.append(Path(f"{path}-wal").stat().st_size)
+        sizes.append(wal_size(path))
     file.close(lambda: False)
     assert sizes == [sizes[0]] * 3
 
@@ -293,12 +320,10 @@ def test_the_wal_does_not_grow_with_the_number_of_commits(path: Path) -> None:
 async def test_a_lock_of_another_program_is_waited_for_and_the_sums_are_exact(path: Path) -> None:
     async with opened(path) as store:
         await spend(store, 5)
-        with another_program(path) as other:
-            other.execute("BEGIN IMMEDIATE")
+        with transaction_of_another(path):
             calls = [asyncio.ensure_future(spend(store, 1)) for _ in range(20)]
             done, _ = await asyncio.wait(calls, timeout=0.3)
             assert done == set()
-            other.execute("COMMIT")
         await asyncio.gather(*calls)
         assert sums(await balance(store)) == (0, 25)
 
@@ -319,17 +344,15 @@ async def test_a_backup_under_way_stops_nobody_and_is_sound(path: Path, tmp_path
     assert rows(tmp_path / "copy.db", "SELECT sum(held), sum(spent) FROM account") == [(100, 0)]
 
 
-@pytest.mark.parametrize("kind", ["another program's transaction", "a process that keeps its turn"])
-async def test_a_lock_past_the_time_limit_is_an_answer_and_the_next_call_tries_anew(path: Path, kind: str) -> None:
+@pytest.mark.parametrize("locked", [transaction_of_another, turn_of_another])
+async def test_a_lock_past_the_time_limit_is_an_answer_and_the_next_call_tries_anew(
+    path: Path, locked: Callable[[Path], AbstractContextManager[None]]
+) -> None:
     async with opened(path, timeout=0.3) as store:
         await store.check()
-        with another_program(path) as other, Path(f"{path}.lock").open("w") as lock:
-            if kind == "a process that keeps its turn":
-                fcntl.flock(lock, fcntl.LOCK_EX)
-            else:
-                other.execute("BEGIN IMMEDIATE")
+        with locked(path):
             answers = await asyncio.gather(*(hold(store, charge(RUN, 1)) for _ in range(200)), return_exceptions=True)
-            assert {type(answer) for answer in answers} == {StoreUnavailable}
+        assert {type(answer) for answer in answers} == {StoreUnavailable}
         await spend(store, 5)
         assert sums(await balance(store)) == (0, 5)
         assert await store.holds() == ()
@@ -338,14 +361,12 @@ async def test_a_lock_past_the_time_limit_is_an_answer_and_the_next_call_tries_a
 async def test_a_caller_cancelled_while_the_file_is_locked_leaves_no_hold(path: Path) -> None:
     async with opened(path) as store:
         await store.check()
-        with another_program(path) as other:
-            other.execute("BEGIN IMMEDIATE")
+        with transaction_of_another(path):
             calls = [asyncio.ensure_future(hold(store, charge(RUN, 1))) for _ in range(150)]
             await asyncio.wait(calls, timeout=0.05)
             for call in calls:
                 call.cancel()
             await asyncio.wait(calls)
-            other.execute("COMMIT")
         assert await store.holds() == ()
         assert sums(await balance(store)) == (0, 0)
 
@@ -396,7 +417,7 @@ async def test_a_disk_that_takes_no_more_is_an_answer_and_not_a_roll_back(path: 
     async with opened(path) as store:
         await spend(store, 5)
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (Path(f"{path}-wal").stat().st_size, hard))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (wal_size(path), hard))
         try:
             answers = await asyncio.gather(*(spend(store, 1) for _ in range(50)), return_exceptions=True)
         finally:
@@ -410,21 +431,21 @@ async def test_a_disk_that_takes_no_more_is_an_answer_and_not_a_roll_back(path: 
 async def test_a_file_that_may_only_be_read_shows_its_balances_and_takes_nothing(path: Path) -> None:
     async with opened(path) as store:
         await spend(store, 5)
-    before = path.read_bytes()
+    before = content(path)
     async with opened(f"file:{path}?mode=ro") as store:
         for call in (store.check(), hold(store, charge(RUN, 1))):
             with pytest.raises(StoreUnavailable, match="it cannot be written"):
                 await call
         assert sums(await balance(store)) == (0, 5)
-    assert path.read_bytes() == before
+    assert content(path) == before
 
 
 async def test_what_is_no_database_is_refused_and_left_as_it_is(path: Path) -> None:
-    path.write_bytes(b"something else entirely\n" * 100)
+    overwrite(path, b"something else entirely\n" * 100)
     async with opened(path) as store:
         with pytest.raises(StoreUnavailable, match="not a SQLite database"):
             await store.check()
-    assert path.read_bytes() == b"something else entirely\n" * 100
+    assert content(path) == b"something else entirely\n" * 100
 
 
 @pytest.mark.parametrize("mode", ["delete", "wal"])
@@ -432,11 +453,11 @@ async def test_the_database_of_another_program_is_refused_and_left_as_it_is(path
     with another_program(path) as db:
         db.execute(f"PRAGMA journal_mode = {mode}")
         db.execute("CREATE TABLE account (key TEXT)")
-    before = path.read_bytes()
+    before = content(path)
     async with opened(path) as store:
         with pytest.raises(StoreUnavailable, match="belongs to another program"):
             await store.check()
-    assert path.read_bytes() == before
+    assert content(path) == before
 
 
 async def test_a_file_of_a_newer_release_is_refused_with_what_to_do(path: Path) -> None:
@@ -452,9 +473,9 @@ async def test_a_file_of_a_newer_release_is_refused_with_what_to_do(path: Path) 
 async def test_a_damaged_file_is_an_answer(path: Path) -> None:
     async with opened(path) as store:
         await asyncio.gather(*(hold(store, charge(Bucket(f"{n}"), 1)) for n in range(200)))
-    damaged = bytearray(path.read_bytes())
+    damaged = bytearray(content(path))
     damaged[4096:] = b"\xff" * (len(damaged) - 4096)
-    path.write_bytes(damaged)
+    overwrite(path, bytes(damaged))
     async with opened(path) as store:
         with pytest.raises(StoreUnavailable, match="it is damaged"):
             await store.check()
@@ -477,15 +498,19 @@ async def test_a_path_that_is_no_file_is_refused_when_the_store_is_built(path: s
         SQLiteStore(path)
 
 
-async def test_the_path_is_resolved_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_path_is_resolved_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(path.parent)
     link = path.parent / "link.db"
     link.symlink_to(path)
     store = SQLiteStore("link.db")
     monkeypatch.chdir("/")
     assert repr(store) == f"<SQLiteStore {path}>"
-    await store.check()
-    await store.aclose()
+
+    async def use() -> None:
+        await store.check()
+        await store.aclose()
+
+    asyncio.run(use())
     assert path.exists()
 
 
@@ -598,7 +623,7 @@ def killed_in_a_storm(path: Path) -> list[str]:
     heard = [worker.stdout.readline() for _ in range(50)]
     worker.kill()
     worker.communicate()
-    assert Path(f"{path}-wal").stat().st_size > 0
+    assert wal_size(path) > 0
     return [line.split()[0] for line in heard]
 
 
@@ -726,7 +751,7 @@ def waiting(path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
-async def test_nobody_has_two_turns_in_a_row_while_another_waits(path: Path) -> None:
+def test_nobody_has_two_turns_in_a_row_while_another_waits(path: Path) -> None:
     turns, order = Turns(str(path)), list[str]()
 
     def other() -> None:
@@ -744,7 +769,7 @@ async def test_nobody_has_two_turns_in_a_row_while_another_waits(path: Path) -> 
     assert order == ["first", "other", "second"]
 
 
-async def test_a_turn_is_had_by_the_file_of_that_name_though_it_was_deleted_meanwhile(path: Path) -> None:
+def test_a_turn_is_had_by_the_file_of_that_name_though_it_was_deleted_meanwhile(path: Path) -> None:
     found = list[bool]()
 
     def other() -> None:

@@ -81,9 +81,7 @@ def test_an_embedding_has_input_only() -> None:
     assert Usage(input_tokens=8) == usage_of(CreateEmbeddingResponse.model_validate(data))
 
 
-@pytest.mark.parametrize(
-    "reply", [None, {}, {"usage": None}, {"usage": {}}, {"response": {"usage": None}}, 7, "text", []]
-)
+@pytest.mark.parametrize("reply", [None, {}, {"usage": None}, {"usage": {}}, {"response": {"usage": None}}, 7, "text", []])
 def test_a_reply_without_usage_has_none(reply: object) -> None:
     assert usage_of(reply) is None
 
@@ -98,9 +96,7 @@ def test_a_count_that_cannot_be_is_zero_and_marked_odd(count: object) -> None:
 
 
 def test_part_of_a_token_is_a_whole_one_and_odd() -> None:
-    assert Usage(input_tokens=10, output_tokens=3, odd=True) == usage_of(
-        _chat(prompt_tokens=10.0, completion_tokens=2.5)
-    )
+    assert Usage(input_tokens=10, output_tokens=3, odd=True) == usage_of(_chat(prompt_tokens=10.0, completion_tokens=2.5))
 
 
 def test_more_cached_than_sent_raises_the_input_and_is_odd() -> None:

@@ -1,0 +1,291 @@
+"""What travels to the script in `_redis.lua` and back: operations as one flat JSON array, answers as values of the contract."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+from urllib.parse import unquote
+
+from stores._ops import Accept, Balances, Check, Credit, Extend, Holds, Op, Outcome, Renew, Reserve, Settle
+from stores.base import Balance, Bucket, Charge, Health, Hold, Misfit, Settlement, Verdict, safe_name
+from stores.errors import InvalidCharge, StoreRolledBack, TooLate
+
+Flat: TypeAlias = list[str | int | bool]
+
+
+class Run(NamedTuple):
+    """Operations on one tree that the script carries out in one run. `indexes` are their places in the batch."""
+
+    tree: str
+    ops: tuple[Op, ...]
+    indexes: tuple[int, ...]
+    ids: tuple[str, ...]  # keys
+    buckets: tuple[str, ...]  # keys
+    body: str
+
+
+class Header(NamedTuple):
+    """What every run says beside its answers."""
+
+    epoch: str
+    writes: int
+    accepted: int
+    suspect: bool
+    now: int
+    first_end: int | None
+    more: bool
+
+
+class _Face(NamedTuple):
+    """A bucket as one call names it."""
+
+    name: str
+    starts: int | bool
+    ends: int | bool
+    meta: str
+
+
+class Wire:
+    """Write runs and read replies, for one namespace."""
+
+    def __init__(self, namespace: str) -> None:
+        self._namespace = safe_name(namespace)
+        self._faces: dict[tuple[str, int | None, int | None], _Face] = {}
+
+    def prefix(self, tree: str) -> str:
+        """Return what every key of a tree begins with: its hash tag, so that they lie in one slot of a cluster."""
+        return f"{{{self._namespace}:{tree}}}:"
+
+    def runs(self, ops: Sequence[Op]) -> list[Run]:
+        """Sort a batch by tree, in its order. A listing stands alone: the script lists what it has written."""
+        trees: dict[str, list[int]] = {}
+        alone: list[Run] = []
+        for index, op in enumerate(ops):
+            tree = _tree_of(op)
+            if isinstance(op, Holds):
+                alone.append(self._run(tree, (op,), (index,)))
+            else:
+                trees.setdefault(tree, []).append(index)
+        together = [self._run(tree, tuple(ops[i] for i in at), tuple(at)) for tree, at in trees.items()]
+        return together + alone
+
+    def _run(self, tree: str, ops: tuple[Op, ...], indexes: tuple[int, ...]) -> Run:
+        prefix = self.prefix(tree)
+        writer = _Writer(self._face)
+        for op in ops:
+            writer.write(op)
+        flat: Flat = []
+        for face in writer.faces:
+            flat += (face.starts, face.ends, face.meta)
+        flat += writer.flat
+        return Run(
+            tree,
+            ops,
+            indexes,
+            tuple(f"{prefix}i:{id[-32:]}" for id in writer.ids),
+            tuple(f"{prefix}b:{face.name}" for face in writer.faces),
+            json.dumps(flat, separators=(",", ":"))[1:-1],
+        )
+
+    def _face(self, bucket: Bucket) -> _Face:
+        key = (bucket.key, bucket.starts, bucket.ends)
+        face = self._faces.get(key)
+        if face is None:
+            if len(self._faces) >= 1000:  # names come from outside: they must not pile up here
+                self._faces.clear()
+            starts, ends = _or_false(bucket.starts), _or_false(bucket.ends)
+            meta = f"{_or_dash(bucket.starts)} {_or_dash(bucket.ends)} {json.dumps((bucket.tree, bucket.name))}"
+            # A record is split at blanks, so no name may be empty; safe_name never writes a lone "=".
+            face = self._faces[key] = _Face(safe_name(bucket.name) or "=", starts, ends, meta)
+        return face
+
+    def header(self, reply: Sequence[Any]) -> Header:
+        """Read what every run says."""
+        epoch, writes, accepted, suspect, now, first_end, more = reply[:7]
+        return Header(_text(epoch), writes, accepted, suspect == 1, now, None if first_end < 0 else first_end, more == 1)
+
+    def outcome(self, op: Op, answer: Sequence[Any], header: Header) -> Outcome:
+        """Read the answer to one operation; a refusal to carry it out is the exception that its caller gets."""
+        word = _text(answer[0])
+        if word == "rolled back":
+            return StoreRolledBack("redis", _name_of(_tree_of(op)))
+        match op:
+            case Reserve():
+                return _verdict(word, op.id, op.options, answer, header)
+            case Extend():
+                return _verdict(word, op.id, (op.charges,), answer, header)
+            case Settle() | Credit():
+                return _settlement(word, op, answer, header)
+            case Renew():
+                return frozenset(op.ids[i] for i in answer[1:])
+            case Balances():
+                return _balances(op.buckets, answer[1:], header.first_end)
+            case Holds():
+                return tuple(_hold(op.tree, fields) for fields in answer[1:])
+            case Check():
+                return Health("redis", header.now, header.epoch, header.writes, header.suspect)
+            case Accept():
+                return None
+
+
+class _Writer:
+    """Write the operations of one run one after another."""
+
+    def __init__(self, face: Any) -> None:
+        self.flat: Flat = []
+        self.ids: dict[str, int] = {}
+        self.faces: list[_Face] = []
+        self._face = face
+        self._numbers: dict[tuple[str, int | None, int | None], int] = {}
+
+    def write(self, op: Op) -> None:
+        values: Flat
+        match op:
+            case Reserve():
+                values = [self._id(op.id), op.lease, len(op.options)]
+                for option, charges in enumerate(op.options):
+                    record, numbers = self._bounded(charges, line=True)
+                    values += (len(charges), f"{option} 0 {op.on_lease_end == 'charge':d} 0{record}", *numbers)
+            case Extend():
+                record, numbers = self._bounded(op.charges, line=False)
+                values = [self._id(op.id), op.step, len(op.charges), record, *numbers]
+            case Settle() | Credit():
+                values = [self._id(op.id), len(op.charges)]
+                for charge in op.charges:
+                    values += (self._face_number(charge.bucket), charge.amount)
+            case Renew():
+                values = [op.lease, len(op.ids), *map(self._id, op.ids)]
+            case Balances():
+                values = [len(op.buckets), *map(self._face_number, op.buckets)]
+            case Holds():
+                values = [op.limit]
+            case Check() | Accept():
+                values = []
+        self.flat += (type(op).__name__.lower(), len(values), *values)
+
+    def _bounded(self, charges: Sequence[Charge], *, line: bool) -> tuple[str, Flat]:
+        """Write charges twice: as the record that is kept of them, and as numbers with the bound that holds now."""
+        record = ""
+        numbers: Flat = []
+        for charge in charges:
+            number = self._face_number(charge.bucket)
+            bound = charge.line if line else charge.limit
+            numbers += (number, charge.amount, _or_false(bound))
+            record += f" {self.faces[number - 1].name} {charge.amount} {_or_dash(charge.line)} {_or_dash(charge.limit)}"
+        return record, numbers
+
+    def _id(self, id: str) -> int:
+        return self.ids.setdefault(id, len(self.ids) + 5)
+
+    def _face_number(self, bucket: Bucket) -> int:
+        key = (bucket.key, bucket.starts, bucket.ends)
+        number = self._numbers.get(key)
+        if number is None:
+            self.faces.append(self._face(bucket))
+            number = self._numbers[key] = len(self.faces)
+        return number
+
+
+def _tree_of(op: Op) -> str:
+    if isinstance(op, Reserve | Extend | Settle | Credit):
+        return op.id[:-33]
+    if isinstance(op, Renew):
+        return op.ids[0][:-33]
+    if isinstance(op, Balances):
+        key = op.buckets[0].key
+        return key[: key.index(":")]  # safe_name writes no colon
+    return op.tree
+
+
+def _name_of(tree: str) -> str:
+    return unquote(tree, errors="surrogatepass")
+
+
+def _or_false(number: int | None) -> int | bool:
+    return False if number is None else number
+
+
+def _or_dash(number: int | None) -> int | str:
+    return "-" if number is None else number
+
+
+def _text(value: Any) -> str:
+    return value.decode() if isinstance(value, bytes) else str(value)
+
+
+def _sum(value: Any) -> int:
+    # Past 2**53 the script answers in parts that it could not add up exactly itself.
+    return value if type(value) is int else sum(map(int, _text(value).split("+")))
+
+
+def _balance(bucket: Bucket, sums: Sequence[Any], first_end: int | None) -> Balance:
+    held, spent, lost, credited = map(_sum, sums)
+    return Balance(bucket, held, spent, lost, credited, first_end if held else None)
+
+
+def _balances(buckets: Sequence[Bucket], sums: Sequence[Any], first_end: int | None) -> tuple[Balance, ...]:
+    return tuple(_balance(bucket, sums[4 * i : 4 * i + 4], first_end) for i, bucket in enumerate(buckets))
+
+
+def _verdict(word: str, id: str, options: Sequence[Sequence[Charge]], answer: Sequence[Any], header: Header) -> Verdict:
+    if word == "held":
+        option = answer[1]
+        buckets = [charge.bucket for charge in options[option]]
+        return Verdict("held", option, _balances(buckets, answer[2:], None), (), header.now)
+    if word == "again":
+        balances = tuple(
+            _balance(_bucket(answer[i], id[:-33]), answer[i + 1 : i + 5], header.first_end) for i in range(2, len(answer), 5)
+        )
+        return Verdict("held", answer[1], balances, (), header.now)
+    if word == "refused":
+        misfits = tuple(
+            tuple(Misfit(charges[at], _balance(charges[at].bucket, sums, header.first_end)) for at, *sums in found)
+            for charges, found in zip(options, answer[1:], strict=True)
+        )
+        return Verdict("refused", None, (), misfits, header.now)
+    return Verdict("gone" if word == "gone" else "stale", None, (), (), header.now)
+
+
+def _settlement(word: str, op: Settle | Credit, answer: Sequence[Any], header: Header) -> Settlement | InvalidCharge | TooLate:
+    if word == "settled":
+        buckets = [charge.bucket for charge in op.charges]
+        return Settlement(answer[1] == 1, answer[2] == 1, _balances(buckets, answer[3:], header.first_end))
+    if word == "id forgotten":
+        return TooLate(op.id, "the store keeps ids for 24 hours")
+    if word == "a reservation":
+        return InvalidCharge(f"credit {op.id}: that id is a reservation; write new_id(tree) for each credit")
+    charge = op.charges[answer[1]]
+    name, what = charge.bucket.name, type(op).__name__.lower()
+    if word == "window forgotten":
+        return TooLate(op.id, f"the window of {name!r} ended more than 24 hours ago")
+    if word == "not held":
+        return InvalidCharge(f"settle of {op.id}: what it reserved has no bucket {name!r}")
+    if word == "no room":
+        return InvalidCharge(f"{what} of {op.id}: bucket {name!r} cannot count past 2**61; charge a bucket of a later window")
+    return InvalidCharge(f"credit {op.id}: bucket {name!r} has spent {_sum(answer[2])}, which is less than {charge.amount}")
+
+
+def _bucket(meta: Any, tree: str) -> Bucket:
+    """Read who a bucket is; when somebody deleted its key, only its name is left of it."""
+    text = _text(meta)
+    if " " not in text:
+        return Bucket("" if text == "=" else unquote(text, errors="surrogatepass"), tree=_name_of(tree))
+    starts, ends, names = text.split(" ", 2)
+    of_tree, name = json.loads(names)
+    return Bucket(name, tree=of_tree, starts=_number(starts), ends=_number(ends))
+
+
+def _hold(tree: str, fields: Sequence[Any]) -> Hold:
+    id, ended, lease_ends, charge, record, metas = fields
+    words = _text(record).split(" ")[1:]
+    charges = []
+    for i, meta in enumerate(metas):
+        _, amount, line, limit = words[4 * i : 4 * i + 4]
+        charges.append(Charge(_bucket(meta, tree), int(amount), _number(line), _number(limit)))
+    state, on_lease_end = "expired" if ended else "held", "charge" if charge else "release"
+    return Hold(f"{tree}:{_text(id)}", state, tuple(charges), lease_ends, on_lease_end)  # type: ignore[arg-type]
+
+
+def _number(word: str) -> int | None:
+    return None if word == "-" else int(word)
