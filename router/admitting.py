@@ -80,17 +80,21 @@ async def plan(policy: Policy, task: Task, task_class: TaskClass, estimator: Est
         estimate, unseen = await _estimate(policy, task, task_class, "embedding", estimator)
         return Plan(policy, task, task_class, None, "embedding", ("embedding",), {"embedding": estimate}, unseen)
     wanted = await policy.want(task)
-    cheap, unseen = await _estimate(policy, task, task_class, "cheap", estimator)
-    estimates: dict[Metered, Estimate] = {"cheap": cheap}
+    estimates: dict[Metered, Estimate] = {}
     options: tuple[Metered, ...] = ("cheap",)
     reason: Reason = "rule"
+    unseen = False
     if wanted == "strong":
         strong, unseen = await _estimate(policy, task, task_class, "strong", estimator)
         if policy.fits(strong.input_tokens):
-            estimates = {"strong": strong, "cheap": cheap}
+            estimates["strong"] = strong
             options = ("strong", "cheap") if task_class.when_expired == "downgrade" else ("strong",)
         else:
             reason = "envelope"
+    falls_back = (task_class.on_model_error or policy.on_model_error) == "cheap"
+    if "cheap" in options or falls_back or task_class.when_store_down == "cheap":
+        estimates["cheap"], unseen_by_cheap = await _estimate(policy, task, task_class, "cheap", estimator)
+        unseen = unseen or unseen_by_cheap
     return Plan(policy, task, task_class, wanted, reason, options, estimates, unseen)
 
 

@@ -151,7 +151,7 @@ class Router:
             downgraded=dict(telemetry.downgraded),
             outages=dict(telemetry.outages),
             failed=telemetry.failed,
-            unreported=telemetry.unreported,
+            unreported=to_usd(telemetry.unreported),
             too_late=settler.too_late,
             spent=to_usd(telemetry.spent),
             unconfirmed=to_usd(telemetry.unconfirmed),

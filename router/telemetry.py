@@ -53,6 +53,8 @@ class Status:
 
     `store` is "ok" or the reason why the store could not be asked; then `buckets` is empty. The counters are those of this
     router since it was built: `refused` and `downgraded` by class, `served` by tier, `outages` by what was done.
+    `unconfirmed` is the estimate of attempts that were sent and never answered; `unreported` what was charged for admissions
+    that nobody settled.
     """
 
     store: str
@@ -64,7 +66,7 @@ class Status:
     downgraded: Mapping[str, int]
     outages: Mapping[str, int]
     failed: int
-    unreported: int
+    unreported: Decimal
     too_late: int
     spent: Decimal
     unconfirmed: Decimal
@@ -112,7 +114,7 @@ class Telemetry:
         else:
             self.failed += 1
         if decision.outcome == "unreported":
-            self.unreported += 1
+            self.unreported += decision.actual or 0
         if decision.downgraded:
             self.downgraded[decision.task_class] += 1
         self._record(task, decision, balances)

@@ -89,7 +89,7 @@ local function bucket(key)
       b[f] = b.read[f]
     end
     for f = 1, 4 do
-      if b[f] < 0 or b[f] > EXACT then
+      if b[f] < 0 or b[f] >= EXACT then
         part(b)
       end
     end
@@ -105,7 +105,7 @@ end
 local function add(b, f, amount)
   local sum = b[f] + amount
   b.dirty = true
-  if b.parts or sum < 0 or sum > EXACT then
+  if b.parts or sum < 0 or sum >= EXACT then
     if not b.parts then
       part(b)
     end
