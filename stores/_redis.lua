@@ -555,7 +555,7 @@ local function credit(at)
   end
   for i = from, last, 2 do
     if ask[i + 1] > faces[ask[i]][SPENT] then
-      return {"spent less", (i - from) / 2, faces[ask[i]][SPENT]}
+      return put_sums({"spent less", (i - from) / 2}, 3, faces[ask[i]])
     end
     if not has_room(faces[ask[i]], ask[i + 1]) then
       return {"no room", (i - from) / 2}

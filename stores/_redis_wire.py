@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import unquote
 
@@ -120,7 +121,8 @@ class Wire:
             case Renew():
                 return frozenset(op.ids[i] for i in answer[1:])
             case Balances():
-                return _balances(op.buckets, answer[1:], header.first_end)
+                sums = (answer[at : at + 4] for at in range(1, len(answer), 4))
+                return tuple(map(_balance, op.buckets, sums, repeat(header.first_end)))
             case Holds():
                 return tuple(_hold(op.tree, fields) for fields in answer[1:])
             case Check():
@@ -132,7 +134,7 @@ class Wire:
 class _Writer:
     """Write the operations of one run one after another."""
 
-    def __init__(self, face: Any) -> None:
+    def __init__(self, face: Callable[[Bucket], _Face]) -> None:
         self.flat: Flat = []
         self.ids: dict[str, int] = {}
         self.faces: list[_Face] = []
@@ -162,17 +164,17 @@ class _Writer:
                 values = [op.limit]
             case Check() | Accept():
                 values = []
-        self.flat += (type(op).__name__.lower(), len(values), *values)
+        self.flat += (_WORDS[type(op)], len(values), *values)
 
     def _bounded(self, charges: Sequence[Charge], *, line: bool) -> tuple[str, Flat]:
         """Write charges twice: as the record that is kept of them, and as numbers with the bound that holds now."""
         record = ""
         numbers: Flat = []
         for charge in charges:
-            number = self._face_number(charge.bucket)
+            number, amount = self._face_number(charge.bucket), charge.amount
             bound = charge.line if line else charge.limit
-            numbers += (number, charge.amount, _or_false(bound))
-            record += f" {self.faces[number - 1].name} {charge.amount} {_or_dash(charge.line)} {_or_dash(charge.limit)}"
+            numbers += (number, amount, False if bound is None else bound)
+            record += f" {self.faces[number - 1].name} {amount} {_or_dash(charge.line)} {_or_dash(charge.limit)}"
         return record, numbers
 
     def _id(self, id: str) -> int:
@@ -185,6 +187,9 @@ class _Writer:
             self.faces.append(self._face(bucket))
             number = self._numbers[key] = len(self.faces)
         return number
+
+
+_WORDS = {kind: kind.__name__.lower() for kind in (Reserve, Extend, Settle, Credit, Renew, Balances, Holds, Check, Accept)}
 
 
 def _tree_of(op: Op) -> str:
@@ -214,25 +219,26 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def _sum(value: Any) -> int:
-    # Past 2**53 the script answers in parts that it could not add up exactly itself.
-    return value if type(value) is int else sum(map(int, _text(value).split("+")))
-
-
 def _balance(bucket: Bucket, sums: Sequence[Any], first_end: int | None) -> Balance:
-    held, spent, lost, credited = map(_sum, sums)
+    held, spent, lost, credited = sums
+    if type(held) is not int:
+        # A bucket with a sum past 2**53: the script answers all four in parts, which it could not add up exactly itself.
+        held, spent, lost, credited = (sum(map(int, _text(parts).split("+"))) for parts in sums)
     return Balance(bucket, held, spent, lost, credited, first_end if held else None)
 
 
-def _balances(buckets: Sequence[Bucket], sums: Sequence[Any], first_end: int | None) -> tuple[Balance, ...]:
-    return tuple(_balance(bucket, sums[4 * i : 4 * i + 4], first_end) for i, bucket in enumerate(buckets))
+def _balances(charges: Sequence[Charge], answer: Sequence[Any], at: int, first_end: int | None) -> tuple[Balance, ...]:
+    found = []
+    for charge in charges:
+        found.append(_balance(charge.bucket, answer[at : at + 4], first_end))
+        at += 4
+    return tuple(found)
 
 
 def _verdict(word: str, id: str, options: Sequence[Sequence[Charge]], answer: Sequence[Any], header: Header) -> Verdict:
     if word == "held":
         option = answer[1]
-        buckets = [charge.bucket for charge in options[option]]
-        return Verdict("held", option, _balances(buckets, answer[2:], None), (), header.now)
+        return Verdict("held", option, _balances(options[option], answer, 2, None), (), header.now)
     if word == "again":
         balances = tuple(
             _balance(_bucket(answer[i], id[:-33]), answer[i + 1 : i + 5], header.first_end) for i in range(2, len(answer), 5)
@@ -249,8 +255,7 @@ def _verdict(word: str, id: str, options: Sequence[Sequence[Charge]], answer: Se
 
 def _settlement(word: str, op: Settle | Credit, answer: Sequence[Any], header: Header) -> Settlement | InvalidCharge | TooLate:
     if word == "settled":
-        buckets = [charge.bucket for charge in op.charges]
-        return Settlement(answer[1] == 1, answer[2] == 1, _balances(buckets, answer[3:], header.first_end))
+        return Settlement(answer[1] == 1, answer[2] == 1, _balances(op.charges, answer, 3, header.first_end))
     if word == "id forgotten":
         return TooLate(op.id, "the store keeps ids for 24 hours")
     if word == "a reservation":
@@ -263,7 +268,8 @@ def _settlement(word: str, op: Settle | Credit, answer: Sequence[Any], header: H
         return InvalidCharge(f"settle of {op.id}: what it reserved has no bucket {name!r}")
     if word == "no room":
         return InvalidCharge(f"{what} of {op.id}: bucket {name!r} cannot count past 2**61; charge a bucket of a later window")
-    return InvalidCharge(f"credit {op.id}: bucket {name!r} has spent {_sum(answer[2])}, which is less than {charge.amount}")
+    spent = _balance(charge.bucket, answer[2:], None).spent
+    return InvalidCharge(f"credit {op.id}: bucket {name!r} has spent {spent}, which is less than {charge.amount}")
 
 
 def _bucket(meta: Any, tree: str) -> Bucket:

@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from stores._batched import BatchedStore
-from stores._ops import Op, Outcome, Outcomes
+from stores._ops import Balances, Check, Holds, Op, Outcome, Outcomes
 from stores._redis_wire import Header, Run, Wire
 from stores.errors import StoreUnavailable
 
@@ -81,6 +81,7 @@ class RedisStore(BatchedStore):
         self._script = files("stores").joinpath("_redis.lua").read_text("utf-8")
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 (the name that the server gives it)
         self._trees: dict[str, _Known] = {}
+        self._under_way: set[asyncio.Task[Any]] = set()
         self._mark = ""
         self._pid = 0
         self._keeps = False
@@ -93,12 +94,20 @@ class RedisStore(BatchedStore):
             self._pid, self._mark = os.getpid(), secrets.token_hex(8)
         if self._pid != os.getpid():
             raise StoreUnavailable("redis", "it was used before this process was forked; make a store in each process")
+        before, this = self._under_way.copy(), cast(asyncio.Task[Any], asyncio.current_task())
+        self._under_way.add(this)
         try:
+            if before and any(isinstance(op, Balances | Holds | Check) for op in ops):
+                # Two batches may be under way, on two connections. Writes may overtake each other, since an id's states
+                # bear any order; who reads, sees all that this store was asked before.
+                await asyncio.wait(before)
             if not self._keeps:
                 await self._refuse_eviction()
             return await self._run(ops)
         except _FOREIGN as error:
             raise _unavailable(error) from error
+        finally:
+            self._under_way.discard(this)
 
     async def _run(self, ops: Sequence[Op]) -> Outcomes:
         outcomes: list[Outcome] = [None] * len(ops)
