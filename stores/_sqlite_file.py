@@ -76,7 +76,7 @@ class _Seen(NamedTuple):
 
     epoch: str
     writes: int
-    accepted: int
+    accepted: int  # the latest that this client ever saw: who accepts goes beyond it, whatever the clock says
     mine: int
     mine_at: int
 
@@ -191,7 +191,7 @@ class BooksFile:
 
     def _believe(self, meta: _Meta) -> None:
         """Remember what a commit acknowledged, and never what may have failed."""
-        self._seen = _Seen(meta.epoch, meta.writes, meta.accepted, meta.mine, meta.mine_at)
+        self._seen = _Seen(meta.epoch, meta.writes, meta.known, meta.mine, meta.mine_at)
 
     # The connection.
 
@@ -299,8 +299,8 @@ def _run(op: Op, rows: Rows, meta: _Meta) -> Outcome:
                 meta.changed = True  # the proof that it can be written is to write it
                 return Health("sqlite", now, meta.epoch, meta.writes + 1, meta.suspect)
             case _ops.Accept():
-                meta.epoch, meta.accepted, meta.suspect = secrets.token_hex(8), max(now, meta.known + 1), False
-                meta.changed = True
+                meta.accepted = meta.known = max(now, meta.known + 1)
+                meta.epoch, meta.suspect, meta.changed = secrets.token_hex(8), False, True
                 return None
     except StoreError as error:
         return error

@@ -169,14 +169,11 @@ class Rows:
     def _load_accounts(self, buckets: dict[str, Bucket]) -> None:
         keys = {_text(key): bucket for key, bucket in buckets.items()}
         rows = self._db.execute(
-            "SELECT key, starts, ends, held, spent, lost, credited, written FROM account"
-            " WHERE key IN (SELECT value FROM json_each(?))",
+            "SELECT key, held, spent, lost, credited, written FROM account WHERE key IN (SELECT value FROM json_each(?))",
             (json.dumps(list(keys)),),
         )
-        for key, starts, ends, held, spent, lost, credited, written in rows:
+        for key, held, spent, lost, credited, written in rows:
             bucket = keys[key]
-            if (bucket.starts, bucket.ends) != (starts, ends):
-                bucket = self._bucket(bucket.name, bucket.tree, starts, ends)
             account = Account(bucket, written)
             account.held, account.spent, account.lost, account.credited = held, spent, lost, credited
             if held or forget_at(account) >= self._now:

@@ -658,36 +658,45 @@ class StoreConformance:
     # All of it against the model.
 
     calls: ClassVar[int] = 3000
-    """How many random calls are made at least, in sequences of up to 250."""
+    """How many random calls are made at least."""
 
     def test_random_calls_equal_the_model(self) -> None:
         made = 0
+        with asyncio.Runner() as runner:
+            opened = self.opened()
+            store, clock = runner.run(opened.__aenter__())
 
-        @settings(max_examples=50, deadline=None, database=None, suppress_health_check=list(HealthCheck))
-        @given(turns=st.lists(_turns, min_size=1, max_size=25))
-        def hold_against_the_model(turns: list[tuple[int, list[_Call]]]) -> None:
-            nonlocal made
-            made += sum(len(calls) for _, calls in turns)
-            asyncio.run(self._against_the_model(turns))
+            @settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+            @given(turns=_turns)
+            def hold_against_the_model(turns: list[list[bytes]]) -> None:
+                nonlocal made
+                made += sum(map(len, turns))
+                # A tree of its own in the one store, from the beginning of an hour on.
+                clock.advance(HOUR - clock.now % HOUR)
+                runner.run(self._against_the_model(store, clock, f"tree {made}", turns))
 
-        while made < self.calls:
-            hold_against_the_model()
+            try:
+                while made < self.calls:
+                    hold_against_the_model()
+            finally:
+                runner.run(opened.__aexit__(None, None, None))
 
-    async def _against_the_model(self, turns: Sequence[tuple[int, Sequence[_Call]]]) -> None:
-        async with self.opened() as (store, clock):
-            model = Model()
-            ids = [new_id(now=START) for _ in range(8)]
-            buckets = [hour("a"), hour("b"), Bucket("run"), hour("a", at=START + HOUR)]
-            for ms, calls in turns:
-                clock.advance(ms)
-                model.now = clock.now
-                made = [call.make(ids, buckets) for call in calls]
-                # Started in one turn of the loop: the store sees them in this order, and may carry them out together.
-                answers = await asyncio.gather(*(_outcome(store, *m) for m in made), return_exceptions=True)
-                for (name, args), answer in zip(made, answers, strict=True):
-                    expected = model.call(name, *args)
-                    assert _plain(answer) == expected, f"{name}{args}"
-                assert [tuple(b)[1:5] for b in await store.balances(buckets)] == [model.sums(b) for b in buckets]
+    async def _against_the_model(
+        self, store: BudgetStore, clock: ManualClock, tree: str, turns: Sequence[Sequence[bytes]]
+    ) -> None:
+        model = Model()
+        ids = [new_id(tree, now=clock.now) for _ in range(8)]
+        later = hour("a", at=clock.now + HOUR, tree=tree)
+        buckets = [hour("a", at=clock.now, tree=tree), hour("b", at=clock.now, tree=tree), Bucket("run", tree=tree), later]
+        for turn in turns:
+            clock.advance(_PAUSES[turn[0][-1] % len(_PAUSES)])
+            model.now = clock.now
+            made = [_call(draw, ids, buckets) for draw in turn]
+            # Started in one turn of the loop: the store sees them in this order, and may carry them out together.
+            answers = await asyncio.gather(*(_outcome(store, *m) for m in made), return_exceptions=True)
+            for (name, args), answer in zip(made, answers, strict=True):
+                assert _plain(answer) == model.call(name, *args), f"{name}{args}"
+            assert [tuple(b)[1:5] for b in await store.balances(buckets)] == [model.sums(b) for b in buckets]
 
 
 # The plain model.
@@ -825,44 +834,32 @@ async def _outcome(store: BudgetStore, name: str, args: tuple[Any, ...]) -> Any:
     return await method(*args)
 
 
-@dataclass(frozen=True)
-class _Call:
-    """A call in small numbers: which id, which buckets, how much."""
+# Random calls, each from 32 random bytes: drawing every part by itself would take longer than the calls.
 
-    name: str
-    which: int
-    picks: tuple[tuple[tuple[int, int, int | None], ...], ...]
-    step: int
-    lease: int
-    charge_at_end: bool
-
-    def make(self, ids: Sequence[str], buckets: Sequence[Bucket]) -> tuple[str, tuple[Any, ...]]:
-        options = []
-        for picks in self.picks:
-            charges = {b: Charge(buckets[b], amount, line, None if line is None else line + 10) for b, amount, line in picks}
-            options.append(tuple(charges.values()))
-        id = ids[self.which % len(ids)]
-        if self.name == "reserve":
-            return self.name, (id, tuple(options), self.lease, "charge" if self.charge_at_end else "release")
-        if self.name == "extend":
-            return self.name, (id, self.step, options[0])
-        if self.name == "renew":
-            return self.name, (tuple(ids[(self.which + i) % len(ids)] for i in range(len(options))), self.lease)
-        if self.name == "release":
-            return self.name, (id,)
-        return self.name, (id, options[0])
+_turns = st.lists(st.lists(st.binary(min_size=32, max_size=32), min_size=1, max_size=30), min_size=1, max_size=25)
+_PAUSES = (0, 0, 0, 1, 500, 60_000, HOUR // 2)
+_NAMES = ("reserve",) * 4 + ("settle",) * 2 + ("extend",) * 2 + ("release", "renew", "credit")
+_LEASES = (1000, 60_000, HOUR)
 
 
-_picks = st.lists(st.tuples(st.integers(0, 3), st.integers(0, 60), st.one_of(st.none(), st.integers(0, 100))), max_size=3).map(
-    tuple
-)
-_calls = st.builds(
-    _Call,
-    name=st.sampled_from(["reserve"] * 4 + ["settle"] * 2 + ["extend"] * 2 + ["release", "renew", "credit"]),
-    which=st.integers(0, 7),
-    picks=st.lists(_picks, min_size=1, max_size=3).map(tuple),
-    step=st.integers(1, 4),
-    lease=st.sampled_from([1000, 60_000, HOUR]),
-    charge_at_end=st.booleans(),
-)
-_turns = st.tuples(st.sampled_from([0, 0, 0, 1, 500, 60_000, HOUR // 2]), st.lists(_calls, min_size=1, max_size=10))
+def _call(draw: bytes, ids: Sequence[str], buckets: Sequence[Bucket]) -> tuple[str, tuple[Any, ...]]:
+    """Decode a call: small bytes make simple calls, which is what a failing example is shrunk to."""
+    name, id = _NAMES[draw[0] % len(_NAMES)], ids[draw[1] % len(ids)]
+    lease = _LEASES[draw[2] % len(_LEASES)]
+    options = [_charges(draw[4 + 9 * option : 13 + 9 * option], buckets) for option in range(1 + draw[3] % 3)]
+    if name == "reserve":
+        return name, (id, tuple(options), lease, "charge" if draw[2] >= 128 else "release")
+    if name == "extend":
+        return name, (id, 1 + draw[2] % 4, options[0])
+    if name == "renew":
+        return name, (tuple(ids[(draw[1] + more) % len(ids)] for more in range(len(options))), lease)
+    return name, (id,) if name == "release" else (id, options[0])
+
+
+def _charges(draw: bytes, buckets: Sequence[Bucket]) -> tuple[Charge, ...]:
+    found: dict[int, Charge] = {}
+    for which, amount, line in zip(draw[0::3], draw[1::3], draw[2::3], strict=True):
+        if which % 8 < len(buckets):
+            bound = None if line >= 230 else line // 2
+            found[which % 8] = Charge(buckets[which % 8], amount // 4, bound, None if bound is None else bound + 10)
+    return tuple(found.values())

@@ -10,7 +10,6 @@ import asyncio
 import hashlib
 import json
 import logging
-import os
 import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -82,18 +81,15 @@ class RedisStore(BatchedStore):
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 (the name that the server gives it)
         self._trees: dict[str, _Known] = {}
         self._under_way: set[asyncio.Task[Any]] = set()
-        self._mark = ""
-        self._pid = 0
+        self._mark = secrets.token_hex(8)
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._keeps = False
 
     def __repr__(self) -> str:
         return f"<RedisStore namespace={self._namespace!r}>"
 
     async def _carry_out(self, ops: Sequence[Op]) -> Outcomes:
-        if not self._pid:
-            self._pid, self._mark = os.getpid(), secrets.token_hex(8)
-        if self._pid != os.getpid():
-            raise StoreUnavailable("redis", "it was used before this process was forked; make a store in each process")
+        self._loop = asyncio.get_running_loop()
         before, this = self._under_way.copy(), cast(asyncio.Task[Any], asyncio.current_task())
         self._under_way.add(this)
         try:
@@ -167,10 +163,9 @@ class RedisStore(BatchedStore):
         """Remember the most that was seen of a tree. Replies to runs in flight may come back out of order."""
         known = self._trees.get(tree)
         if known is None or header.accepted > known.accepted:
-            self._trees[tree] = _Known(header.epoch, header.writes, header.accepted, header.writes, time.monotonic())
+            self._trees[tree] = _Known(header.epoch, header.writes, header.accepted, time.monotonic())
         elif header.epoch == known.epoch and header.writes > known.seen:
-            known.seen = known.marked = header.writes
-            known.at = time.monotonic()
+            known.seen, known.at = header.writes, time.monotonic()
         # Else the server is not what it was, and until somebody accepts that, what this client saw is the evidence.
 
     async def _refuse_eviction(self) -> None:
@@ -197,9 +192,9 @@ class RedisStore(BatchedStore):
         return []
 
     async def _close(self) -> None:
-        if not self._own or self._pid not in {0, os.getpid()}:
+        # In another loop, or behind a fork, the connections are not ours to touch: they would be torn from under their owner.
+        if not self._own or self._loop is not asyncio.get_running_loop():
             return
-        # A server that hangs must not keep us; and of a loop that is gone there is nothing left to close.
         with suppress(TimeoutError, *_FOREIGN):
             async with asyncio.timeout(self._timeout):
                 await self._client.aclose()
@@ -210,15 +205,14 @@ class _Known:
     """The most that this client saw of one tree."""
 
     epoch: str
-    seen: int  # the highest write counter
+    seen: int  # the write counter of its own last run that was acknowledged: every run writes
     accepted: int  # when the epoch was accepted, in milliseconds; 0 for a first one
-    marked: int  # the counter of its own last write that was acknowledged
-    at: float  # of time.monotonic(), when that was
+    at: float  # of time.monotonic(), when it was seen
 
     @property
     def acknowledged(self) -> int:
-        """What the server must know of this client's last write; 0 when it may have forgotten it by its age."""
-        return self.marked if time.monotonic() - self.at < MARK_KEPT else 0
+        """What the server must know of this client's last run; 0 when it may have forgotten it by its age."""
+        return self.seen if time.monotonic() - self.at < MARK_KEPT else 0
 
 
 def _connect(url: str) -> Redis:

@@ -34,7 +34,7 @@ class Server:
     program: str
     folder: Path
     options: tuple[str, ...] = ()
-    port: int = field(default_factory=lambda: _free_port())  # noqa: PLW0108 (it stands below)
+    port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 (it stands below)
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -89,7 +89,8 @@ def running(*options: str, program: str | None = None) -> Iterator[Server]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nobody listens on."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]

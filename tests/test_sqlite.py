@@ -94,6 +94,10 @@ def overwrite(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+def delete(path: str) -> None:
+    Path(path).unlink()
+
+
 def wal_size(path: Path) -> int:
     return Path(f"{path}-wal").stat().st_size
 
@@ -314,6 +318,34 @@ def test_the_wal_does_not_grow_with_the_number_of_commits(path: Path) -> None:
     assert sizes == [sizes[0]] * 3
 
 
+async def test_the_end_of_a_lease_can_be_undone_as_long_as_its_id_is_kept(path: Path) -> None:
+    clock = ManualClock()
+    async with opened(path, clock=clock) as store:
+        id = new_id(now=START + HOUR)
+        await store.reserve(id, [[charge(hour(), 5)]], lease=RETENTION, on_lease_end="charge")
+        clock.advance(RETENTION)
+        assert (await balance(store, hour()))[1:4] == (0, 5, 5)
+        clock.advance(HOUR + 1)
+        await store.check()  # forgets what may be forgotten
+        assert (await balance(store, hour()))[1:4] == (0, 5, 5)
+        await store.release(id)
+        assert (await balance(store, hour()))[1:4] == (0, 0, 0)
+
+
+async def test_a_bucket_is_kept_as_long_as_it_holds_something(path: Path) -> None:
+    clock = ManualClock()
+    async with opened(path, clock=clock) as store:
+        id = await hold(store, charge(RUN, 5))
+        await store.renew([id], lease=RETENTION_WINDOWLESS)
+        clock.advance(RETENTION_WINDOWLESS - 1)
+        await store.renew([id], lease=RETENTION_WINDOWLESS)
+        clock.advance(RETENTION_WINDOWLESS - 1)
+        await store.check()
+        assert sums(await balance(store)) == (5, 0)
+        assert (await store.settle(id, [charge(RUN, 3)])).late is False
+        assert sums(await balance(store)) == (0, 3)
+
+
 # Others have the file.
 
 
@@ -356,6 +388,20 @@ async def test_a_lock_past_the_time_limit_is_an_answer_and_the_next_call_tries_a
         await spend(store, 5)
         assert sums(await balance(store)) == (0, 5)
         assert await store.holds() == ()
+
+
+@pytest.mark.parametrize(
+    ("locked", "why"),
+    [(transaction_of_another, "another program kept it locked"), (turn_of_another, "other processes had .*lock for the whole")],
+)
+def test_the_thread_gives_up_at_its_time_limit_and_says_why(
+    path: Path, locked: Callable[[Path], AbstractContextManager[None]], why: str
+) -> None:
+    file = BooksFile(str(path), uri=None, clock=ManualClock())
+    with locked(path), pytest.raises(StoreUnavailable, match=why):
+        file.carry_out([_ops.Check("")], lambda: True)
+    assert file.carry_out([_ops.Check("")], lambda: True)
+    file.close(lambda: True)
 
 
 async def test_a_caller_cancelled_while_the_file_is_locked_leaves_no_hold(path: Path) -> None:
@@ -517,13 +563,14 @@ def test_the_path_is_resolved_once(path: Path, monkeypatch: pytest.MonkeyPatch) 
 # The file is not what it was.
 
 
-async def test_a_file_deleted_under_us_is_noticed_and_settles_still_count(path: Path) -> None:
+@pytest.mark.parametrize("gone", [[""], ["", ".next"], ["", "-wal", "-shm", ".next", ".lock"]])
+async def test_a_file_deleted_under_us_is_noticed_and_settles_still_count(path: Path, gone: list[str]) -> None:
     async with opened(path) as store, opened(path) as other:
         id = await hold(store, charge(RUN, 10))
         await spend(store, 50)
         await other.check()
-        for file in path.parent.glob("budget.db*"):
-            file.unlink()
+        for suffix in gone:
+            delete(f"{path}{suffix}")
         with pytest.raises(StoreRolledBack, match=r"accept\(\)"):
             await hold(store, charge(RUN, 1))
         with pytest.raises(StoreRolledBack):
@@ -592,17 +639,48 @@ async def test_an_acceptance_before_anyone_noticed_is_enough(path: Path) -> None
         await spend(store, 1)
 
 
-async def test_a_roll_back_behind_an_acceptance_is_noticed(path: Path) -> None:
+@pytest.mark.parametrize("notice", [False, True])
+async def test_a_roll_back_behind_an_acceptance_is_noticed_and_can_be_accepted(path: Path, notice: bool) -> None:
     older = path.with_name("older.db")
-    async with opened(path) as store:
+    async with opened(path) as store, opened(path) as other:
         await store.check()
         copy(path, older)
         await store.accept()
+        await other.check()
         older.replace(path)
-        with pytest.raises(StoreRolledBack):
-            await hold(store, charge(RUN, 1))
+        if notice:
+            with pytest.raises(StoreRolledBack):
+                await hold(store, charge(RUN, 1))
         await store.accept()
         await spend(store, 1)
+        await spend(other, 1)
+
+
+@pytest.mark.parametrize("writes", [5, 50])
+async def test_who_only_looked_notices_too(path: Path, tmp_path: Path, writes: int) -> None:
+    older = tmp_path / "older.db"
+    async with opened(path) as store, opened(path) as reader:
+        for _ in range(10):
+            await store.check()
+        assert await balance(reader) == Balance(RUN)
+        async with opened(older) as another:
+            for _ in range(writes):
+                await another.check()
+        older.replace(path)
+        with pytest.raises(StoreRolledBack):
+            await hold(reader, charge(RUN, 1))
+
+
+async def test_who_wrote_little_and_looked_later_notices_by_what_it_saw(path: Path) -> None:
+    older = path.with_name("older.db")
+    async with opened(path) as store, opened(path) as reader:
+        await reader.check()
+        copy(path, older)
+        await spend(store, 50)
+        assert sums(await balance(reader)) == (0, 50)
+        older.replace(path)
+        with pytest.raises(StoreRolledBack):
+            await hold(reader, charge(RUN, 1))
 
 
 async def test_a_client_whose_mark_was_forgotten_after_a_week_takes_that_for_no_roll_back(path: Path) -> None:
@@ -705,7 +783,7 @@ import asyncio, os, sys
 from stores import StoreUnavailable
 from stores.sqlite import SQLiteStore
 
-used, unused = SQLiteStore(sys.argv[1]), SQLiteStore(sys.argv[1])
+used, unused = SQLiteStore(sys.argv[1], timeout=60), SQLiteStore(sys.argv[1])
 
 async def child():
     try:
@@ -715,11 +793,17 @@ async def child():
     await used.aclose()
     print((await unused.check()).rolled_back, flush=True)
 
+async def begin():
+    global calls
+    calls = [asyncio.ensure_future(used.check()) for _ in range(100)]
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+
 async def parent():
-    await asyncio.gather(*(used.check() for _ in range(100)))
+    await asyncio.gather(*calls, used.check())
 
 with asyncio.Runner() as runner:
-    runner.run(parent())
+    runner.run(begin())
     if process := os.fork():
         os.waitpid(process, 0)
         runner.run(parent())
