@@ -630,7 +630,7 @@ end
 
 local function accept()
   -- A client library may send a run twice: the second finds the epoch that the first made.
-  if epoch[1] ~= fresh or accepted <= known_accepted then
+  if epoch[1] ~= fresh then
     id, suspect = fresh, 0
     accepted = max(now, accepted + 1, known_accepted + 1)
   end

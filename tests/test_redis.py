@@ -19,6 +19,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 
+from stores._ops import Settle
 from stores.base import MAX_AMOUNT, RETENTION, Balance, Bucket, Charge, Verdict, new_id
 from stores.errors import InvalidCharge, StoreRolledBack, StoreUnavailable, TooLate
 from stores.redis import RedisStore
@@ -330,6 +331,10 @@ async def test_sums_around_two_to_the_53_are_exact_within_one_batch_and_between_
         settled = await asyncio.gather(*(store.settle(new_id(), [charge(a)]) for a in amounts))
         assert [s.balances[0].spent for s in settled] == list(itertools.accumulate(amounts))
         assert (await reserve(store, 1, line=MAX_AMOUNT)).misfits[0][0].balance.spent == sum(amounts)
+        other = Bucket("other")
+        for n, a in enumerate(amounts, start=1):
+            await store.settle(new_id(), [charge(a, None, other)])
+            assert await sums(store, other) == (0, sum(amounts[:n]))
         credits = [MAX_AMOUNT, MAX_AMOUNT, MAX_AMOUNT - 1]
         asked = [
             *(store.credit(new_id(), [charge(a)]) for a in credits),
@@ -402,6 +407,9 @@ async def test_a_bucket_never_expires_while_it_holds(server: Server, namespace: 
                 assert RETENTION < of_hour <= RETENTION + HOUR + LEASE
             closed = int(look.pttl(f"{{{namespace}:}}:i:{id[-32:]}"))
             assert RETENTION - LEASE < closed <= RETENTION + 1
+            ahead = new_id(now=START + HOUR)  # by a clock ahead of the store's: forgotten sooner, it could count twice
+            await store.release(ahead)
+            assert int(look.pttl(f"{{{namespace}:}}:i:{ahead[-32:]}")) > RETENTION + HOUR - LEASE
 
 
 async def test_an_expired_record_is_forgotten_with_its_key(server: Server, namespace: str) -> None:
@@ -414,6 +422,49 @@ async def test_an_expired_record_is_forgotten_with_its_key(server: Server, names
         assert await store.holds() == ()
         assert [key for key in contents(server, f"*{namespace}*") if ":i:" in key or key.endswith(":x")] == []
         assert (await balance(store)).lost == 3
+
+
+async def test_expired_records_are_forgotten_while_others_expire(server: Server, namespace: str) -> None:
+    now = START
+    async with RedisStore(server.url, namespace=namespace, clock=lambda: now) as store:
+        for _ in range(3):
+            id = new_id(now=now)
+            await reserve(store, 1, id=id)
+            now += LEASE
+            await store.check()
+            now += RETENTION + 1
+        left = contents(server, f"{{{namespace}:*:x")
+        assert [member for members in left.values() for member, _ in members] == [id[-32:]]
+
+
+async def test_the_first_lease_end_is_that_of_the_shortest_lease_of_a_batch(server: Server, namespace: str) -> None:
+    async with RedisStore(server.url, namespace=namespace, clock=lambda: START) as store:
+        asked = [reserve(store, 50, id=new_id(now=START), lease=lease) for lease in (LEASE, 1000, LEASE)]
+        *_, refused = await asyncio.gather(*asked)
+        assert refused.misfits[0][0].balance.lease_ends == START + 1000
+        assert (await balance(store)).lease_ends == START + 1000
+
+
+async def test_who_reads_sees_all_that_the_store_was_asked_before(server: Server, namespace: str) -> None:
+    gate = asyncio.Event()
+
+    class Slow(RedisStore):
+        async def _evaluate(self, runs: Any) -> list[Any]:
+            if any(isinstance(op, Settle) for run in runs for op in run.ops):
+                await gate.wait()
+            return await super()._evaluate(runs)
+
+    async with Slow(server.url, namespace=namespace) as store:
+        await store.check()
+        settling = asyncio.ensure_future(store.settle(new_id(), [charge(30)]))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        reading = asyncio.ensure_future(sums(store))
+        for _ in range(50):
+            await asyncio.sleep(0)
+        gate.set()
+        assert await reading == (0, 30)
+        await settling
 
 
 # A server that forgets.
@@ -498,6 +549,25 @@ async def test_an_idle_client_notices_though_others_have_written_past_what_it_sa
                 await reserve(idle, 1)
             with pytest.raises(StoreRolledBack):
                 await reserve(newcomer, 1)
+
+
+@pytest.mark.parametrize("loss", ["older", "empty"])
+async def test_a_client_idle_for_a_week_notices_by_the_epoch_and_its_counter(frail: Server, loss: str) -> None:
+    async with RedisStore(frail.url) as idle:
+        await settle(idle, 40)
+        with frail.client() as client:
+            client.save()
+            await settle(idle, 50)
+            idle._trees[""].at -= 7 * 24 * 3600  # since then its mark may have been forgotten, which proves nothing
+            client.delete(*client.keys("*:c:*"))
+            assert (await reserve(idle, 1)).state == "held"
+            idle._trees[""].at -= 7 * 24 * 3600
+            if loss == "empty":
+                client.flushall()
+        if loss == "older":
+            await restart(frail)
+        with pytest.raises(StoreRolledBack):
+            await reserve(idle, 1)
 
 
 async def test_clients_that_take_turns_suspect_nothing(server: Server, namespace: str) -> None:
