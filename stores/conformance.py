@@ -497,6 +497,30 @@ class StoreConformance:
             assert (await store.settle(id, [charge(bucket, 10)])).counted is False
             assert sums(await self.balance(store, bucket)) == (0, 10)
 
+    async def test_the_end_of_a_lease_can_be_undone_as_long_as_its_id_is_kept(self) -> None:
+        async with self.opened() as (store, clock):
+            id = new_id(now=START + HOUR)
+            await store.reserve(id, [[charge(hour(), 5)]], lease=RETENTION, on_lease_end="charge")
+            clock.advance(RETENTION)
+            assert (await self.balance(store, hour()))[1:4] == (0, 5, 5)
+            clock.advance(HOUR + 1)
+            await store.check()  # forgets what may be forgotten
+            assert (await self.balance(store, hour()))[1:4] == (0, 5, 5)
+            await store.release(id)
+            assert (await self.balance(store, hour()))[1:4] == (0, 0, 0)
+
+    async def test_a_bucket_is_kept_as_long_as_it_holds_something(self) -> None:
+        async with self.opened() as (store, clock):
+            bucket, month = Bucket("run"), 30 * RETENTION
+            id = await self.hold(store, charge(bucket, 5))
+            for _ in range(2):
+                await store.renew([id], lease=month)
+                clock.advance(month - 1)
+            await store.check()
+            assert sums(await self.balance(store, bucket)) == (5, 0)
+            assert (await store.settle(id, [charge(bucket, 3)])).late is False
+            assert sums(await self.balance(store, bucket)) == (0, 3)
+
     # 7. The window is in the bucket's name; time.
 
     async def test_a_new_window_begins_empty_and_nothing_is_erased(self) -> None:

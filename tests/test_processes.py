@@ -98,4 +98,3 @@ async def test_the_holds_of_a_killed_process_come_back_and_a_late_settle_counts_
     (after,) = await store.balances([hold.charges[0].bucket])
     assert (after.held, after.spent, after.lost) == (0, 123, 0)
     await store.aclose()
-

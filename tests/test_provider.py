@@ -174,9 +174,7 @@ def test_a_cost_is_exact_and_rounded_up_once() -> None:
     written = usage | {"input_tokens": 12_307, "cache_write_tokens": 12_304, "output_tokens": 550}
     assert 54_399_000 == rates.cost(written)
     audio = usage | {"input_tokens": 10, "input_audio_tokens": 4, "output_tokens": 10, "output_audio_tokens": 5}
-    assert 6 * 1000 + 4 * 2000 + 5 * 3000 + 5 * 4000 == Rates(
-        input=1, input_audio=2, output=3, output_audio=4
-    ).cost(audio)
+    assert 6 * 1000 + 4 * 2000 + 5 * 3000 + 5 * 4000 == Rates(input=1, input_audio=2, output=3, output_audio=4).cost(audio)
 
 
 async def test_a_bill_without_a_price_is_an_error_and_not_free() -> None:
@@ -414,12 +412,9 @@ async def test_usage_may_be_missing_or_false_and_is_billed_as_it_can_be(usage: A
         chunks = await read(await ask(client, stream=True, stream_options={"include_usage": True}))
         response = (await client.responses.create(model="strong", input="hello")).usage
         for seen in (whole, chunks[-1].usage):
-            assert told == (
-                seen and (seen.prompt_tokens, seen.completion_tokens, seen.prompt_tokens_details.cached_tokens)
-            )
+            assert told == (seen and (seen.prompt_tokens, seen.completion_tokens, seen.prompt_tokens_details.cached_tokens))
         assert told == (
-            response
-            and (response.input_tokens, response.output_tokens, response.input_tokens_details.cached_tokens)
+            response and (response.input_tokens, response.output_tokens, response.input_tokens_details.cached_tokens)
         )
         assert [billed] * 3 == [entry.cost for entry in provider.requests]
         assert [5, 5, 5] == [entry.generated for entry in provider.requests]
@@ -748,9 +743,7 @@ async def test_a_whole_answer_cut_in_its_body_costs_nothing(cut: str) -> None:
 
 @pytest.mark.parametrize("billed", [False, True])
 @pytest.mark.parametrize("script", [{"stall": "before_request_read"}, {"stall": "before_first_byte"}, {"delay": 999}])
-async def test_a_request_left_before_its_first_byte_costs_nothing_unless_billed(
-    script: dict[str, Any], billed: bool
-) -> None:
+async def test_a_request_left_before_its_first_byte_costs_nothing_unless_billed(script: dict[str, Any], billed: bool) -> None:
     async with serving(Reply(tokens=5, billed=billed, **script)) as (provider, client):
         call = asyncio.create_task(ask(client))
         await provider.wait_for(lambda p: p.requests)
@@ -961,8 +954,7 @@ def test_it_runs_in_a_process_of_its_own_and_shows_its_account() -> None:
         account["open_streams"],
     )
     assert [(1, "strong", 8, 16, True)] == [
-        (each["id"], each["model"], each["prompt_tokens"], each["generated"], each["finished"])
-        for each in account["requests"]
+        (each["id"], each["model"], each["prompt_tokens"], each["generated"], each["finished"]) for each in account["requests"]
     ]
     assert "sk-secret" not in text
     assert 0 == process.returncode

@@ -551,7 +551,7 @@ async def test_an_idle_client_notices_though_others_have_written_past_what_it_sa
                 await reserve(newcomer, 1)
 
 
-@pytest.mark.parametrize("loss", ["older", "empty"])
+@pytest.mark.parametrize("loss", ["older", "empty", "empty and busy since"])
 async def test_a_client_idle_for_a_week_notices_by_the_epoch_and_its_counter(frail: Server, loss: str) -> None:
     async with RedisStore(frail.url) as idle:
         await settle(idle, 40)
@@ -562,10 +562,14 @@ async def test_a_client_idle_for_a_week_notices_by_the_epoch_and_its_counter(fra
             client.delete(*client.keys("*:c:*"))
             assert (await reserve(idle, 1)).state == "held"
             idle._trees[""].at -= 7 * 24 * 3600
-            if loss == "empty":
+            if loss != "older":
                 client.flushall()
         if loss == "older":
             await restart(frail)
+        if loss == "empty and busy since":
+            async with RedisStore(frail.url) as newcomer:
+                while (await newcomer.check()).writes <= idle._trees[""].seen:
+                    assert (await reserve(newcomer, 1)).held
         with pytest.raises(StoreRolledBack):
             await reserve(idle, 1)
 

@@ -318,37 +318,6 @@ def test_the_wal_does_not_grow_with_the_number_of_commits(path: Path) -> None:
     assert sizes == [sizes[0]] * 3
 
 
-async def test_the_end_of_a_lease_can_be_undone_as_long_as_its_id_is_kept(path: Path) -> None:
-    clock = ManualClock()
-    async with opened(path, clock=clock) as store:
-        id = new_id(now=START + HOUR)
-        await store.reserve(id, [[charge(hour(), 5)]], lease=RETENTION, on_lease_end="charge")
-        clock.advance(RETENTION)
-        assert (await balance(store, hour()))[1:4] == (0, 5, 5)
-        clock.advance(HOUR + 1)
-        await store.check()  # forgets what may be forgotten
-        assert (await balance(store, hour()))[1:4] == (0, 5, 5)
-        await store.release(id)
-        assert (await balance(store, hour()))[1:4] == (0, 0, 0)
-
-
-async def test_a_bucket_is_kept_as_long_as_it_holds_something(path: Path) -> None:
-    clock = ManualClock()
-    async with opened(path, clock=clock) as store:
-        id = await hold(store, charge(RUN, 5))
-        await store.renew([id], lease=RETENTION_WINDOWLESS)
-        clock.advance(RETENTION_WINDOWLESS - 1)
-        await store.renew([id], lease=RETENTION_WINDOWLESS)
-        clock.advance(RETENTION_WINDOWLESS - 1)
-        await store.check()
-        assert sums(await balance(store)) == (5, 0)
-        assert (await store.settle(id, [charge(RUN, 3)])).late is False
-        assert sums(await balance(store)) == (0, 3)
-
-
-# Others have the file.
-
-
 async def test_a_lock_of_another_program_is_waited_for_and_the_sums_are_exact(path: Path) -> None:
     async with opened(path) as store:
         await spend(store, 5)
