@@ -33,13 +33,15 @@ class Admission:
         self._settler = settler
         self._decided: Call | Decision | None = None
         self._settle: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __repr__(self) -> str:
         return "<Admission, not entered>" if self._decided is None else f"<Admission {self.decision}>"
 
     async def __aenter__(self) -> Admission:
-        if self._decided is not None:
+        if self._loop is not None:
             raise RuntimeError("an admission is entered once: call router.admit(task) for each")
+        self._loop = asyncio.get_running_loop()
         self._decided = await self._admit(self._task)
         return self
 
@@ -93,22 +95,18 @@ class Admission:
                 f"settle() takes a Usage or a reply that has one, not a {type(actual).__name__} without usage; "
                 "for a sum of money call settle_usd()"
             )
-        if call.outcome == "open":
-            call.bill(usage, "reported", price=None)
-            self._finish("served")
+        self._in_loop(lambda: call.bill(usage, "reported"), "served")
 
     def settle_usd(self, amount: int | str | Decimal | float) -> None:
         """Settle a sum in dollars; tokens caps count the estimate. Raises like `settle`."""
         call = self._call
         usd = to_nanos(amount, what="settle_usd")
-        if call.outcome == "open":
-            call.bill_usd(usd)
-            self._finish("served")
+        self._in_loop(lambda: call.bill_usd(usd), "served")
 
     def release(self) -> None:
         """Give the budget back: nothing was called. Counted once. Raises `Refused` when nothing was admitted."""
-        if self._call.outcome == "open":
-            self._finish("released")
+        _ = self._call
+        self._in_loop(lambda: None, "released")
 
     @property
     def _call(self) -> Call:
@@ -116,6 +114,25 @@ class Admission:
         if isinstance(decided, Call):
             return decided
         raise Refused(self.decision if decided is None else decided)
+
+    def _in_loop(self, bill: Callable[[], None], outcome: Outcome) -> None:
+        """Bill and finish, in the loop that entered: a synchronous client may be called in a thread, and settle there."""
+
+        def work() -> None:
+            if self._call.outcome == "open":
+                bill()
+                self._finish(outcome)
+
+        loop = self._loop
+        assert loop is not None  # noqa: S101 (an admission that was decided was entered)
+        try:
+            here = asyncio.get_running_loop() is loop
+        except RuntimeError:
+            here = False
+        if here:
+            work()
+        else:
+            loop.call_soon_threadsafe(work)
 
     def _finish(self, outcome: Outcome, error: BaseException | None = None) -> None:
         self._settle = self._settler.finish(self._call, outcome, error)

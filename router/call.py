@@ -5,12 +5,14 @@ No method here awaits: each is one step of bookkeeping. The I/O that follows fro
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from router.charges import Amounts, Metered, Slots, charges_of
 from router.classes import TaskClass
 from router.decision import Decision, Outcome, UsageSource
+from router.estimate import choices
 from router.policy import Model, Policy
 from router.prices import Price
 from router.tally import Tally
@@ -67,7 +69,7 @@ class Call:
         metered: Metered,
         decision: Decision,
         *,
-        started: float,
+        ends: float | None,
         local: bool = False,
     ) -> None:
         self.id = id
@@ -78,13 +80,16 @@ class Call:
         self.estimates = dict(estimates)
         self.metered: Metered = metered
         self.decision = decision
-        self.started = started
+        self.ends = ends
+        """When its time is over, by the monotonic clock; None when it has no end."""
         self.local = local
         """Whether the store knows nothing of it, because it was down when the call was admitted."""
         self.attempts = 0
         self.step = 0
         self.outcome: Outcome = "open"
-        self.tally = Tally()
+        self.tally = Tally(choices(task.request) if task.kind == "chat" else 1)
+        self.hang_up: Callable[[], Coroutine[Any, Any, None]] | None = None
+        """Closes the stream that it reads; None while there is none."""
         self.usage: Usage | None = None
         self.usage_source: UsageSource = "none"
         self._billed: dict[Metered, Amounts] = {}

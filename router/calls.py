@@ -24,9 +24,12 @@ from router.policy import Model, Retries
 from router.task import Kind
 from router.usage import Usage, usage_of
 
-__all__ = ["Answer", "BadAnswer", "Sender", "attempts", "retry_after_of", "transient"]
+__all__ = ["LONGEST_RETRY_AFTER", "Answer", "BadAnswer", "Sender", "attempts", "request_of", "retry_after_of", "transient"]
 
 T = TypeVar("T")
+
+LONGEST_RETRY_AFTER = 60.0
+"""Seconds that a provider may make a task without a deadline wait; asked for more, the error stands. The SDK's own bound."""
 
 # The status codes that the OpenAI SDK itself takes for transient, besides 500 and above.
 _TRANSIENT = frozenset({408, 409, 429})
@@ -63,7 +66,7 @@ class Sender:
 
     async def whole(self, kind: Kind, request: Mapping[str, Any], *, timeout: float | None) -> Answer:
         """Ask for a whole reply. Raises what the SDK raises, and `BadAnswer`."""
-        raw = await self._resource(kind).with_raw_response.create(model=self.name, timeout=timeout, **request)
+        raw = await self._resource(kind).with_raw_response.create(**self._options(request, timeout))
         try:
             reply = raw.parse()
         except Exception as error:
@@ -73,15 +76,27 @@ class Sender:
         return Answer(reply, usage_of(reply))
 
     async def stream(self, kind: Kind, request: Mapping[str, Any], *, timeout: float | None) -> openai.AsyncStream[Any]:
-        """Open a stream. Raises what the SDK raises."""
-        body = dict(request)
+        """Open a stream. Raises what the SDK raises, and `BadAnswer`."""
+        options = self._options(request, timeout)
         if kind == "chat":
             # Without it a provider sends no usage at all.
-            body["stream_options"] = {**(request.get("stream_options") or {}), "include_usage": True}
-        stream = await self._resource(kind).create(model=self.name, timeout=timeout, stream=True, **body)
-        if not isinstance(stream, openai.AsyncStream):
-            raise BadAnswer("it is not a stream", None)
+            options["stream_options"] = {**(request.get("stream_options") or {}), "include_usage": True}
+        stream: openai.AsyncStream[Any] = await self._resource(kind).create(stream=True, **options)
+        sent_as = stream.response.headers.get("content-type", "")
+        if sent_as.startswith(("application/json", "text/html")):
+            # A gateway that knows no streams answers as a whole; billed it is all the same.
+            await stream.response.aread()
+            await stream.close()
+            raise BadAnswer(f"it is no stream but {sent_as}", _usage_in(stream.response))
         return stream
+
+    def _options(self, request: Mapping[str, Any], timeout: float | None) -> dict[str, Any]:
+        """Return the arguments of a call. A `timeout` of the task's own can only make ours shorter."""
+        options = {"model": self.name, "timeout": timeout, **request}
+        own = request.get("timeout")
+        if isinstance(own, int | float) and timeout is not None:
+            options["timeout"] = min(own, timeout)
+        return options
 
     def _resource(self, kind: Kind) -> Any:
         if kind == "chat":
@@ -91,7 +106,7 @@ class Sender:
 
 def request_of(call: Call) -> dict[str, Any]:
     """Return the request as it is sent: the task's own, with the output limit that was reserved."""
-    # `max_retries` is an option of some clients' calls; only the router retries.
+    # Some clients' calls have an option `max_retries`; only the router retries.
     request = {key: value for key, value in call.task.request.items() if key != "max_retries"}
     limit = call.estimate.output_limit
     if call.task.kind == "embedding" or limit is None:
@@ -108,17 +123,24 @@ def transient(error: BaseException) -> bool:
         if _code_of(error) == "insufficient_quota" or error.response.headers.get("x-should-retry") == "false":
             return False
         return error.status_code in _TRANSIENT or error.status_code >= 500
-    return isinstance(error, openai.APIConnectionError | BadAnswer | TimeoutError)
+    # The SDK lets a connection that breaks within an error's body through as it is.
+    return isinstance(error, openai.APIConnectionError | BadAnswer | TimeoutError | httpx2.TransportError)
 
 
 def unanswered(error: BaseException) -> bool:
-    """Say whether the request may have reached the model and been billed although nothing says so."""
+    """Say whether the request may have reached the model and been billed although nothing says so.
+
+    An answer of 500 and above, or 408, may come from something between us and a model that did its work; 503 and 529 say that
+    the request was turned away.
+    """
     if isinstance(error, BadAnswer):
         return error.usage is None
     if isinstance(error, openai.APIConnectionError):
         # Without a connection nothing was sent.
         return not isinstance(error.__cause__, httpx2.ConnectError | httpx2.ConnectTimeout | httpx2.PoolTimeout)
-    return isinstance(error, TimeoutError | asyncio.CancelledError)
+    if isinstance(error, openai.APIStatusError):
+        return error.status_code == 408 or (error.status_code >= 500 and error.status_code not in {503, 529})
+    return isinstance(error, TimeoutError | asyncio.CancelledError | httpx2.TransportError)
 
 
 def retry_after_of(error: BaseException, *, now: int) -> float | None:
@@ -169,6 +191,8 @@ async def attempts(
     async def stop(state: RetryCallState) -> bool:
         if state.attempt_number >= retries.attempts:
             return True
+        if deadline is None and state.upcoming_sleep > LONGEST_RETRY_AFTER:
+            return True
         if deadline is not None and clock.monotonic() + state.upcoming_sleep >= deadline:
             return True
         return not await make_room()
@@ -176,6 +200,8 @@ async def attempts(
     async def once() -> T:
         limits = [retries.per_attempt, None if deadline is None else max(0.0, deadline - clock.monotonic())]
         timeout = min((limit for limit in limits if limit is not None), default=None)
+        if timeout == 0:
+            raise TimeoutError("the time of the task was over before it could be sent")
         call.attempts += 1
         try:
             async with asyncio.timeout(timeout):
@@ -218,7 +244,7 @@ def _usage_in(response: httpx2.Response) -> Usage | None:
     """Read the usage of an answer that could not be parsed as a whole."""
     try:
         body = json.loads(response.content)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return usage_of(body) if isinstance(body, Mapping) else None
 

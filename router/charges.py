@@ -9,7 +9,7 @@ from typing import Literal
 
 from router.caps import Cap
 from router.decision import CapState
-from stores import Bucket, Charge, Misfit, safe_name
+from stores import MAX_AMOUNT, Bucket, Charge, Misfit, safe_name
 
 __all__ = ["Amounts", "Metered", "Slot", "Slots", "charges_of", "room_for", "slots_of", "state_of"]
 
@@ -84,7 +84,8 @@ def charges_of(slots: Slots, amounts: Mapping[Metered, Amounts]) -> tuple[Charge
         counted = [amount for metered, amount in amounts.items() if slot.counts(metered)]
         if not counted:
             continue
-        total = sum(counted, Amounts()).of(slot.cap.unit)
+        # More than a store can count is more than any line: such an estimate is refused, and such an actual is a debt.
+        total = min(sum(counted, Amounts()).of(slot.cap.unit), MAX_AMOUNT)
         if slot.cap.soft:
             charges.append(Charge(slot.bucket, total))
         else:

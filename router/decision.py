@@ -67,7 +67,7 @@ class CapState:
         return max(0, self.spent - self.limit)
 
     def __str__(self) -> str:
-        scope = ", ".join(f"{label}={value}" for label, value in self.scope.items())
+        scope = ", ".join(f"{label}={_shown(value)}" for label, value in self.scope.items())
         where = f"{self.cap}{f' ({scope})' if scope else ''}{f' in {self.window}' if self.window else ''}"
         line = f", admits up to {self.amount(self.line)}" if self.line != self.limit else ""
         return (
@@ -78,6 +78,12 @@ class CapState:
     def amount(self, value: int) -> str:
         """Write an amount of this cap with its unit."""
         return format_usd(value) if self.unit == "usd" else f"{value:,} {self.unit}"
+
+
+def _shown(value: str) -> str:
+    """Write a label's value on one line: it comes from outside, and may be long or hold line breaks."""
+    text = value if value.isprintable() else ascii(value)[1:-1]
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

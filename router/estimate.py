@@ -165,7 +165,9 @@ _LIMITS: dict[Kind, tuple[str, ...]] = {
 
 def _whole(value: object, name: str) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TaskError(f"{name} must be a whole number above 0, not {value!r}: correct it in the request, or leave it out")
+        # Quoted only when it is a number: anything else may be part of a prompt.
+        shown = repr(value) if isinstance(value, int | float) else f"a value of type {type(value).__name__}"
+        raise TaskError(f"{name} must be a whole number above 0, not {shown}: correct it in the request, or leave it out")
     return value
 
 

@@ -54,7 +54,9 @@ class Router:
         self._offset = 0  # the store's time less ours, in milliseconds
         self._closed = False
         self._senders: dict[int, Sender] = {}
-        self.policy = policy
+        self._reserving = 0
+        self._preparing: asyncio.Task[None] | None = None
+        self._policy = _served(policy)
         self._settler = Settler(
             store, self._clock, lease=_ms(policy.lease), patience=policy.settle_timeout, observer=_Observer(self)
         )
@@ -70,21 +72,17 @@ class Router:
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        for task_class in policy.classes:
-            if task_class.max_wait != 0 or task_class.when_expired == "defer":
-                raise PolicyError(
-                    f"class {task_class.name!r}: this version has no waiting and no deferring yet; "
-                    "write max_wait=0 and when_expired='downgrade', 'retry_later' or 'drop'"
-                )
-        self._policy = policy
+        self._policy = _served(policy)
         self._senders = {}
+        self._settler.change_lease(_ms(policy.lease))
 
     async def __aenter__(self) -> Router:
         # In the background: where the vocabulary has to be fetched, nobody waits for it, and lengths are the bound until then.
         models = [model for model in (self._policy.strong, self._policy.cheap, self._policy.embedding) if model is not None]
         encodings = [model.encoding for model in models if model.encoding is not None]
         names = [model.name for model in models if model.encoding is None]
-        self._settler.spawn(self._estimator.prepare(names, encodings=encodings))
+        prepare = self._estimator.prepare(names, encodings=encodings)
+        self._preparing = asyncio.get_running_loop().create_task(prepare, name="budget-router vocabularies")
         return self
 
     async def __aexit__(
@@ -124,7 +122,9 @@ class Router:
 
         source = await self._sent(call, send)
         call.tally.started = True
-        return RoutedStream(call.decision, call=call, source=source, settler=self._settler, overrun=self._overrun)
+        return RoutedStream(
+            call.decision, call=call, source=source, settler=self._settler, clock=self._clock, overrun=self._overrun
+        )
 
     def admit(self, task: Task) -> Admission:
         """Reserve for a call that the caller makes; an async context manager. Entering it raises like `run`."""
@@ -158,11 +158,13 @@ class Router:
         )
 
     async def aclose(self) -> None:
-        """Admit nothing more, settle what has ended, and stop; waits no longer than the policy's `settle_timeout`.
+        """Admit nothing more, close what is being streamed, and settle; waits at most the policy's `settle_timeout`.
 
-        Calls that are still open settle when they end, if the loop lives that long; else their leases end.
+        Calls that are still open then settle when they end, if the loop lives that long; else their leases end.
         """
         self._closed = True
+        if self._preparing is not None:
+            self._preparing.cancel()
         await self._settler.aclose()
 
     # Admission.
@@ -174,13 +176,17 @@ class Router:
         wish = await plan(policy, task, task_class, self._estimator)
         if self._closed:
             decided: Call | Decision = wish.decide(served=False, reason="closed")
-        elif self._settler.open + self._settler.backlog >= policy.max_open:
+        elif self._settler.open + self._settler.backlog + self._reserving >= policy.max_open:
             # Every settle must have a place: what may be open is bounded by what may wait to be settled.
             decided = replace(wish.decide(served=False, reason="full"), retry_after=BUSY_RETRY_AFTER)
         elif wish.unseen:
             decided = wish.decide(served=False, reason="unseen_input")
         else:
-            decided = await self._reserve(wish, started)
+            self._reserving += 1
+            try:
+                decided = await self._reserve(wish, started)
+            finally:
+                self._reserving -= 1
         if isinstance(decided, Decision):
             self._telemetry.refuse(task, decided)
         return decided
@@ -205,6 +211,9 @@ class Router:
                 self._settler.forget(id)
                 return self._without_store(wish, slots, started, str(error))
             self._telemetry.saw(slots)
+            if self._closed:
+                self._settler.forget(id)
+                return wish.decide(served=False, reason="closed")
             if verdict.option is not None and verdict.held:
                 return self._admitted(wish, id, slots, wish.options[verdict.option], started, verdict)
             if verdict.state != "refused":
@@ -223,9 +232,11 @@ class Router:
         if verdict is None:
             reason: Reason = "store_cheap" if wish.task_class.when_store_down == "cheap" else "store_open"
         else:
-            reason = wish.reason if metered == wish.options[0] else "downgrade"
+            downgraded = wish.reason == "rule" and wish.wanted == "strong" and metered == "cheap"
+            reason = "downgrade" if downgraded else wish.reason
             self._telemetry.check_levels(verdict.balances)
         decision = wish.decide(served=True, reason=reason, metered=metered)
+        limits = [limit for limit in (wish.task.deadline, wish.policy.retries.total) if limit is not None]
         call = Call(
             id,
             wish.policy,
@@ -235,7 +246,7 @@ class Router:
             wish.estimates,
             metered,
             decision,
-            started=started,
+            ends=started + min(limits) if limits else None,
             local=verdict is None,
         )
         self._settler.admit(call)
@@ -280,15 +291,11 @@ class Router:
             raise
 
     async def _attempts(self, call: Call, send: Callable[[float | None], Awaitable[T]]) -> T:
-        retries = call.policy.retries
-        limits = [call.task.deadline, retries.total]
-        ends = [call.started + limit for limit in limits if limit is not None]
-
         async def make_room() -> bool:
             return call.repeats_for_free or await self._extend(call, call.needs())
 
         return await attempts(
-            call, send, retries=retries, clock=self._clock, deadline=min(ends, default=None), make_room=make_room
+            call, send, retries=call.policy.retries, clock=self._clock, deadline=call.ends, make_room=make_room
         )
 
     async def _falls_back(self, call: Call, error: Exception) -> bool:
@@ -311,8 +318,7 @@ class Router:
     async def _overrun(self, call: Call) -> bool:
         """Hold more for a stream that generated past the limit that it was sent; False when it has to be cut."""
         estimate = call.estimate
-        model = estimate.model
-        generated, _ = await self._estimator.count_async(call.tally.text, model.name, model.encoding)
+        generated, _ = await self._generated(call)
         if generated <= estimate.output_tokens:
             return True
         if call.task_class.on_overrun == "cut":
@@ -350,19 +356,29 @@ class Router:
         if not tally.started:
             return
         price = _price_of(call)
+        if tally.odd:
+            call.note("the provider sent something that could not be read")
         if tally.end is not None:
             call.bill(tally.end, "provider", price=price)
             return
-        if not tally.final and call.policy.hidden_reasoning == "reserved":
+        if call.policy.hidden_reasoning == "reserved":
             call.bill_estimate()
-            call.note("the stream was left: what was reserved was settled, for reasoning that was hidden")
+            call.note("no usage came: what was reserved was settled, for reasoning that may have been hidden")
             return
-        model = call.estimate.model
-        output, exact = await self._estimator.count_async(tally.text, model.name, model.encoding)
-        so_far = 0 if tally.so_far is None else tally.so_far.output_tokens
-        usage = Usage(input_tokens=call.estimate.input_tokens, output_tokens=max(output, so_far))
-        call.bill(usage, "counted", price=price)
+        output, exact = await self._generated(call)
+        so_far = tally.so_far
+        if so_far is not None and so_far.output_tokens >= output:
+            call.bill(so_far, "provider", price=price)
+            return
+        seen = call.estimate.input_tokens if so_far is None or not so_far.input_tokens else so_far.input_tokens
+        call.bill(Usage(input_tokens=seen, output_tokens=output), "counted", price=price)
         call.note("the provider sent no usage: tokens were counted" + ("" if exact else ", as bytes"))
+
+    async def _generated(self, call: Call) -> tuple[int, bool]:
+        """Count the tokens that came by so far, and say whether a vocabulary was used."""
+        model = call.estimate.model
+        counts = [await self._estimator.count_async(text, model.name, model.encoding) for text in call.tally.texts]
+        return sum(count for count, _ in counts), all(exact for _, exact in counts)
 
 
 class _Observer:
@@ -398,6 +414,17 @@ def _price_of(call: Call) -> Price:
         except UnknownPrice:
             call.note(f"the reply names {served!r}, which has no known price: priced as {model.name}")
     return price_of_model(model)
+
+
+def _served(policy: Policy) -> Policy:
+    """Return a policy that this version can serve. Raises `PolicyError` for one that asks for waiting."""
+    for task_class in policy.classes:
+        if task_class.max_wait != 0 or task_class.when_expired == "defer":
+            raise PolicyError(
+                f"class {task_class.name!r}: this version has no waiting and no deferring yet; "
+                "write max_wait=0 and when_expired='downgrade', 'retry_later' or 'drop'"
+            )
+    return policy
 
 
 def _tree_of(slots: Slots) -> str:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import openai
 
 from router.call import Call
+from router.clock import Clock
 from router.decision import Decision, Outcome
 from router.errors import Refused
 from router.settling import Settler
@@ -34,15 +36,19 @@ class RoutedStream:
         call: Call | None = None,
         source: openai.AsyncStream[Any] | None = None,
         settler: Settler | None = None,
+        clock: Clock | None = None,
         overrun: Callable[[Call], Awaitable[bool]] | None = None,
     ) -> None:
         self._decision = decision
         self._call = call
         self._source = source
         self._settler = settler
+        self._clock = clock
         self._overrun = overrun
         self._look_at = 0 if call is None else call.estimate.output_tokens
         self._loop = asyncio.get_running_loop()
+        if call is not None and source is not None:
+            call.hang_up = partial(_close, source)
 
     def __repr__(self) -> str:
         return f"<RoutedStream {self.decision}>"
@@ -73,18 +79,23 @@ class RoutedStream:
             raise Refused(self._decision)
         while call.outcome == "open":
             try:
-                chunk = await anext(source)
+                # The task's deadline holds for its stream too.
+                left = None if call.ends is None or self._clock is None else call.ends - self._clock.monotonic()
+                async with asyncio.timeout(left):
+                    chunk = await anext(source)
             except StopAsyncIteration:
                 await self._leave("served", None)
                 raise
             except BaseException as error:
+                if call.outcome != "open" and isinstance(error, Exception):
+                    raise StopAsyncIteration from error  # closed from elsewhere while we waited for a chunk
                 await self._leave(_outcome_of(error), error)
                 raise
             call.tally.add(call.task.kind, chunk)
             if call.tally.deltas > self._look_at or call.tally.chars > 3 * self._look_at:
                 await self._look(call)
-            if call.task.kind == "chat" and not chunk.choices and chunk.usage is not None and not call.task.include_usage:
-                continue  # the usage was asked for by us, not by the caller
+            if call.task.kind == "chat" and not call.task.include_usage and _is_usage(chunk):
+                continue  # asked for by us, not by the caller
             return chunk
         raise StopAsyncIteration
 
@@ -98,7 +109,7 @@ class RoutedStream:
             await self._leave(_outcome_of(error), error)
             raise
         if not goes_on:
-            call.note("the provider generated past the limit that it was sent: the stream was cut")
+            call.note("the provider generated past the limit that it was sent, and no more was held: the stream was cut")
             await self._leave("cut", None)
 
     async def __aenter__(self) -> RoutedStream:
@@ -157,6 +168,11 @@ def _drop(settler: Settler, call: Call, source: openai.AsyncStream[Any] | None) 
 async def _close(source: openai.AsyncStream[Any]) -> None:
     with contextlib.suppress(Exception):  # a connection that cannot be closed politely is closed all the same
         await source.close()
+
+
+def _is_usage(chunk: Any) -> bool:
+    """Say whether a chunk carries the usage and nothing else."""
+    return getattr(chunk, "usage", None) is not None and not getattr(chunk, "choices", True)
 
 
 def _outcome_of(error: BaseException) -> Outcome:

@@ -32,7 +32,7 @@ class Task:
 
     Args:
         kind: which of the provider's interfaces the request is for.
-        request: the request as the OpenAI SDK takes it, without `model` and `stream`; kept as a read-only copy.
+        request: the request as the OpenAI SDK takes it, without `model` and `stream`; kept as a copy.
         task_class: the name of a class of the policy; None for the policy's default class.
         labels: what the task is counted by, such as {"user": "alice", "run": "r1"}; any string is a safe value.
         value: what the task is worth, for rules that weigh it; the router gives it no meaning of its own.
@@ -157,10 +157,27 @@ def _rebuilt(cls: type[Task], *facts: Any) -> Task:
 def _request(request: object) -> dict[str, Any]:
     if not isinstance(request, Mapping) or not all(isinstance(key, str) for key in request):
         raise TaskError(f"request must map the names of the API's parameters to values, not be {_kind_of(request)}")
+    # The SDK lays `extra_body` over the body: what is written there is sent just as well.
+    extra = request.get("extra_body")
     for key, reason in _NOT_YOURS.items():
-        if key in request:
+        if key in request or (isinstance(extra, Mapping) and key in extra):
             raise TaskError(reason)
-    return dict(request)
+    for body in (request, extra if isinstance(extra, Mapping) else {}):
+        if body.get("background"):
+            raise TaskError("a response in the background is billed after the reply has come: leave background out")
+    options = request.get("stream_options")
+    if options is not None and not isinstance(options, Mapping):
+        raise TaskError(f"stream_options must be a dict such as {{'include_usage': True}}, not {_kind_of(options)}")
+    return {key: _copy(value) for key, value in request.items()}
+
+
+def _copy(value: Any) -> Any:
+    """Copy plain containers all the way down: an agent loop goes on appending to its messages while the task waits."""
+    if type(value) is dict:
+        return {key: _copy(inner) for key, inner in value.items()}
+    if type(value) is list:
+        return [_copy(inner) for inner in value]
+    return value
 
 
 def _labels(labels: object) -> dict[str, str]:

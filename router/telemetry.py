@@ -151,7 +151,8 @@ class Telemetry:
     def _record(self, task: Task, decision: Decision, balances: Iterable[Balance]) -> None:
         if not _log.isEnabledFor(logging.INFO):
             return
-        _log.info("budget-router: task %s %s", task.id, decision, extra={"budget_router": record_of(task, decision, balances)})
+        record = record_of(task, decision, balances)
+        _log.info("budget-router: task %s %s", ascii(task.id)[1:-1][:200], decision, extra={"budget_router": record})
 
 
 def record_of(task: Task, decision: Decision, balances: Iterable[Balance]) -> dict[str, Any]:

@@ -73,12 +73,12 @@ _COUNTS = (
 def usage_of(reply: object) -> Usage | None:
     """Read the usage of a chat completion, a Response, an embedding reply or one chunk or event of their streams.
 
-    Takes the SDK's objects and plain dicts, and a bare usage object as well. Explicit zeros are zero. Numbers that
-    cannot be (negative, NaN, text, booleans, absurdly large) count as 0; parts that exceed their whole raise it.
+    Takes the SDK's objects and plain dicts, and a bare usage object as well. Explicit zeros are zero. Where a detail
+    cannot be (negative, NaN, text, booleans, absurdly large) it counts as 0; parts that exceed their whole raise it.
     Either is marked `odd`, and nothing raises.
 
     Returns:
-        The usage, or None when the reply has none.
+        The usage, or None when the reply has none, or one whose tokens of input or output cannot be.
     """
     if isinstance(reply, Usage):
         return reply
@@ -98,6 +98,8 @@ def _read(usage: object) -> Usage | None:
     completion = _first(usage, "completion_tokens", "output_tokens")
     if prompt is None and completion is None:
         return None
+    if any(_impossible(main) for main in (prompt, completion)):
+        return None  # what says that less than nothing was used says nothing
     of_input = _first(usage, "prompt_tokens_details", "input_tokens_details", "input_token_details")
     of_output = _first(usage, "completion_tokens_details", "output_tokens_details", "output_token_details")
     count = _Counter()
@@ -150,6 +152,14 @@ def _read(usage: object) -> Usage | None:
         output_audio_tokens=output_audio,
         odd=count.odd,
     )
+
+
+def _impossible(value: object) -> bool:
+    if value is None:
+        return False
+    if isinstance(value, float):
+        return not (math.isfinite(value) and 0 <= value <= _LARGEST_COUNT)
+    return isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= _LARGEST_COUNT
 
 
 class _Counter:

@@ -96,7 +96,7 @@ async def opened(provider: LocalProvider, store: BudgetStore, **more: Any) -> As
 async def at_rest(router: Router) -> None:
     """Wait until every settle that is on its way has arrived."""
     async with asyncio.timeout(20):
-        while router._settler.open or router._settler.backlog or router._settler._concluding:
+        while not router._settler.idle:
             await asyncio.sleep(0.001)
 
 

@@ -1,5 +1,4 @@
 """The local provider, driven by the real SDK or by a bare socket; its account is checked against figures by hand."""
-# ruff: noqa: SIM300 (expected == actual)
 
 from __future__ import annotations
 

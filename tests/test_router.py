@@ -363,7 +363,7 @@ async def test_a_stream_that_is_left_settles_at_what_was_generated(
             stream = None
         await provider.wait_for(lambda p: p.requests[0].hung_up)
         await provider.wait_for(lambda p: p.open_streams == 0)
-        while b.router._settler.open or b.router._settler.backlog:
+        while not b.router._settler.idle:
             await asyncio.sleep(0)
         assert provider.requests[0].generated == read
         held, spent = await b.sums()

@@ -91,8 +91,15 @@ def test_explicit_zeros_are_zero_and_not_missing() -> None:
 
 
 @pytest.mark.parametrize("count", [-5, float("nan"), float("inf"), "12", True, 10**30, [], {}])
-def test_a_count_that_cannot_be_is_zero_and_marked_odd(count: object) -> None:
-    assert Usage(input_tokens=10, odd=True) == usage_of(_chat(prompt_tokens=10, completion_tokens=count))
+def test_a_detail_that_cannot_be_is_zero_and_marked_odd(count: object) -> None:
+    usage = usage_of(_chat(prompt_tokens=10, completion_tokens=1, prompt_tokens_details={"cached_tokens": count}))
+    assert Usage(input_tokens=10, output_tokens=1, odd=True) == usage
+
+
+@pytest.mark.parametrize("count", [-5, float("nan"), float("inf"), "12", True, 10**30, [], {}])
+@pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens"])
+def test_tokens_of_input_or_output_that_cannot_be_are_no_usage(name: str, count: object) -> None:
+    assert usage_of(_chat(**{"prompt_tokens": 10, "completion_tokens": 1, name: count})) is None
 
 
 def test_part_of_a_token_is_a_whole_one_and_odd() -> None:
