@@ -86,7 +86,8 @@ def recorded(path: Path, count: int | None) -> list[Arrival]:
             arrivals.append(Arrival(_seconds(row[0]), max(1, int(row[1])), max(1, int(row[2]))))
         except (ValueError, IndexError):
             raise SystemExit(
-                f"burst: --trace {path}, line {number}: write a time, prompt tokens and output tokens, not {','.join(row)[:60]!r}"
+                f"burst: --trace {path}, line {number}: write a time, prompt tokens and output tokens, "
+                f"not {','.join(row)[:60]!r}"
             ) from None
     if not arrivals:
         raise SystemExit(f"burst: --trace {path} has no requests under its heading")

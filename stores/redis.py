@@ -37,6 +37,7 @@ try:
         RedisError,
         ResponseError,
     )
+    from redis.exceptions import ConnectionError as RedisConnectionError
 except ImportError as error:
     raise ImportError("a RedisStore needs the client library: pip install 'budget-router[redis]'") from error
 
@@ -99,7 +100,12 @@ class RedisStore(BatchedStore):
                 await asyncio.wait(before)
             if not self._keeps:
                 await self._refuse_eviction()
-            return await self._run(ops)
+            try:
+                return await self._run(ops)
+            except RedisConnectionError:
+                # Most often the server closed a connection that lay idle, and the next one works. Whatever was carried out
+                # already is known by its id.
+                return await self._run(ops)
         except _FOREIGN as error:
             raise _unavailable(error) from error
         finally:
