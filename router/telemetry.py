@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any, Literal
@@ -161,11 +161,11 @@ def record_of(task: Task, decision: Decision, balances: Iterable[Balance]) -> di
         "task": task.id,
         "kind": task.kind,
         "class": decision.task_class,
-        "labels": dict(task.labels),
+        "labels": {name: value[:200] for name, value in task.labels.items()},
         "served": decision.served,
         "reason": decision.reason,
         "refusal": decision.kind,
-        "cap": None if decision.cap is None else decision.cap.cap,
+        "cap": None if decision.cap is None else asdict(decision.cap),
         "retry_after": decision.retry_after,
         "wanted": decision.wanted,
         "tier": decision.tier,

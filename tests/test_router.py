@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -29,7 +30,8 @@ from router import (
     Usage,
 )
 from router.testing import Entry, LocalProvider, Rates, Reply, sequence
-from stores import BudgetStore, MemoryStore, StoreRolledBack, StoreUnavailable
+from stores import BudgetStore, MemoryStore, SQLiteStore, StoreRolledBack, StoreUnavailable
+from stores.redis import RedisStore
 from tests.support import CHEAP, STRONG, TestClock, chat, client_of, policy_of
 
 pytestmark = pytest.mark.anyio
@@ -204,19 +206,40 @@ async def test_touching_what_a_refusal_does_not_have_raises_refused(provider: Lo
         assert (await b.router.status()).refused == {"default": 3}
 
 
-async def test_twenty_at_once_near_the_line_exactly_as_many_as_fit(provider: LocalProvider) -> None:
-    async with bench(provider) as b:
-        one = (await b.router.run(chat(output=100))).decision.estimate
-        spent = provider.spent()
-        b.router.policy = policy_of(
-            b.router.policy.strong.client, Cap(usd=f"{(spent + 5 * one) / 10**9:.9f}", per="hour", admit_at=1, name="all")
-        )
+@pytest.mark.parametrize("kind", ["memory", "sqlite", "redis"])
+async def test_twenty_at_once_near_the_line_exactly_as_many_as_fit(
+    provider: LocalProvider, kind: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    clock = TestClock()
+    store: Any = MemoryStore(clock=clock)
+    if kind == "sqlite":
+        store = SQLiteStore(tmp_path / "budget.sqlite", clock=clock)
+    elif kind == "redis":
+        store = RedisStore(request.getfixturevalue("redis_url"), namespace=tmp_path.name, clock=clock)
+    one = STRONG.bound(input_tokens=9, output_tokens=100)
+    cap = Cap(usd=f"{5 * one / 10**9:.9f}", per="hour", admit_at=1, name="all")
+    async with store, bench(provider, cap, store=store) as b:
+        first = (await b.router.run(chat(output=100))).decision
+        assert first.estimate == one
         results = await asyncio.gather(*(b.router.run(chat(output=100)) for _ in range(20)))
-        served = [r for r in results if r.served]
-        assert len(served) == 5
+        # What the first one spent is in the way of the fifth.
+        assert sum(r.served for r in results) == 4
         refused = {(r.decision.reason, r.decision.kind, r.decision.retry_after) for r in results if not r.served}
         assert refused == {("cap", "busy", 1.0)}
         assert (await b.sums()) == (0, provider.spent())
+
+
+async def test_no_label_reaches_anothers_bucket(provider: LocalProvider) -> None:
+    odd = ["", "a", "A", "a}b{c:d\n", "a|b", "a%7Cb", "user=a", "\ud800", "\0", "x" * 10_000, "x" * 9_999 + "y", "sha256=00"]
+    async with bench(provider, Cap(usd="0.0011", per="day", scope=("org", "user"), admit_at=1, name="all"), tree="org") as b:
+        for org in odd:
+            for user in odd[:6]:
+                assert (await b.router.run(chat(labels={"org": org, "user": user}))).served
+        (again,) = {(await b.router.run(chat(labels={"org": org, "user": "a"}))).served for org in odd}
+        assert again is False
+        status = await b.router.status()
+        assert len(status.buckets) == len(odd) * 6
+        assert {bucket.spent for bucket in status.buckets} == {provider.requests[0].cost}
 
 
 async def test_a_missing_label_is_raised_and_nothing_is_reserved(provider: LocalProvider) -> None:
