@@ -6,7 +6,7 @@ No method here awaits: each is one step of bookkeeping. The I/O that follows fro
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from router.charges import Amounts, Metered, Slots, charges_of
@@ -43,11 +43,12 @@ class Estimate:
     output_limit: int | None
     chosen: bool
 
-    @property
-    def amounts(self) -> Amounts:
-        """The bound in every unit."""
+    amounts: Amounts = field(init=False)
+    """The bound in every unit."""
+
+    def __post_init__(self) -> None:
         usd = price_of_model(self.model).bound(input_tokens=self.input_tokens, output_tokens=self.output_tokens)
-        return Amounts(usd, self.input_tokens + self.output_tokens, 1)
+        object.__setattr__(self, "amounts", Amounts(usd, self.input_tokens + self.output_tokens, 1))
 
     def with_limit(self, limit: int) -> Estimate:
         """Return the same attempt with another output limit."""

@@ -8,7 +8,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC
 from email.utils import parsedate_to_datetime
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import httpx2
 import openai
@@ -63,10 +63,12 @@ class Sender:
         self.name = model.name
         # Each hidden retry may be billed; ours are the only ones.
         self._client: AsyncOpenAI = model.client.with_options(max_retries=0)
+        # Looked up once: the SDK builds a wrapper of every method each time it is asked for one.
+        self._whole = {kind: self._resource(kind).with_raw_response.create for kind in get_args(Kind)}
 
     async def whole(self, kind: Kind, request: Mapping[str, Any], *, timeout: float | None) -> Answer:
         """Ask for a whole reply. Raises what the SDK raises, and `BadAnswer`."""
-        raw = await self._resource(kind).with_raw_response.create(**self._options(request, timeout))
+        raw = await self._whole[kind](**self._options(request, timeout))
         try:
             reply = raw.parse()
         except Exception as error:

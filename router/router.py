@@ -194,10 +194,7 @@ class Router:
     async def _reserve(self, wish: Plan, started: float) -> Call | Decision:
         """Reserve the first option that fits. No await stands between the store's answer and the call's registration."""
         policy, task = wish.policy, wish.task
-        refusal = replace(
-            wish.decide(served=False, reason="store_unavailable", notes=("the clocks could not be brought together",)),
-            retry_after=DOWN_RETRY_AFTER,
-        )
+        refusal = None
         for _ in range(_TRIES):
             now = self._now()
             slots = slots_of(policy.caps, task.labels, now=now, tree=policy.tree, admit_at=wish.task_class.admit_at)
@@ -226,7 +223,7 @@ class Router:
             if shrunk is None:
                 break
             wish = shrunk
-        return refusal
+        return refusal or self._refuse_outage(wish, "store_unavailable", "the store's clock could not be followed")
 
     def _admitted(self, wish: Plan, id: str, slots: Slots, metered: Metered, started: float, verdict: Verdict | None) -> Call:
         if verdict is None:
