@@ -55,6 +55,7 @@ class Router:
         self._closed = False
         self._senders: dict[int, Sender] = {}
         self._reserving = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._preparing: asyncio.Task[None] | None = None
         self._policy = _served(policy)
         self._settler = Settler(
@@ -170,6 +171,11 @@ class Router:
     # Admission.
 
     async def _admit(self, task: Task) -> Call | Decision:
+        loop = asyncio.get_running_loop()
+        if self._loop is None:
+            self._loop = loop
+        elif self._loop is not loop:
+            raise RuntimeError("this router belongs to another event loop: make one router per loop")
         started = self._clock.monotonic()
         policy = self._policy
         task_class = policy.task_class(task.task_class)

@@ -443,6 +443,20 @@ async def test_a_router_that_is_dropped_leaves_no_task(provider: LocalProvider) 
         assert [task for task in asyncio.all_tasks() if "budget-router" in task.get_name()] == []
 
 
+def test_a_router_in_a_second_loop_is_one_clear_error(provider: LocalProvider) -> None:
+    store = MemoryStore()
+
+    async def once(router: Router | None = None) -> Router:
+        async with client_of(provider.base_url) as client:
+            router = Router(policy_of(client), store) if router is None else router
+            await router.run(chat())
+            return router
+
+    router = asyncio.run(once())
+    with pytest.raises(RuntimeError, match="one router per loop"):
+        asyncio.run(once(router))
+
+
 # The tally by itself.
 
 
