@@ -32,7 +32,7 @@ from router import (
 from router.testing import Entry, LocalProvider, Rates, Reply, sequence
 from stores import BudgetStore, MemoryStore, SQLiteStore, StoreRolledBack, StoreUnavailable
 from stores.redis import RedisStore
-from tests.support import CHEAP, STRONG, TestClock, chat, client_of, policy_of
+from tests.support import CHEAP, STRONG, TestClock, chat, client_of, policy_of, settle_down
 
 pytestmark = pytest.mark.anyio
 
@@ -764,3 +764,26 @@ async def test_the_vocabulary_is_prepared_when_the_router_is_entered(provider: L
     async with bench(provider) as b:
         await b.router.run(chat())
         assert b.router._estimator.count("hello world", "strong-model", "o200k_base") == 2
+
+
+async def test_the_backlog_is_tried_again_after_pauses_that_double_up_to_two_seconds(
+    provider: LocalProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = Faulty(MemoryStore(clock=TestClock()))
+    async with bench(provider, store=faulty) as b:
+        faulty.fail = lambda name: StoreUnavailable("memory", "it is down") if name == "settle" else None
+        await b.router.run(chat())
+        for _ in range(8):
+            await b.clock.advance(2)
+        assert [pause for pause in b.clock.slept if pause < 20] == [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0, 2.0]
+        assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
+        faulty.fail = lambda _: None
+        await b.clock.advance(2)
+
+
+async def test_after_aclose_no_task_of_ours_is_left(provider: LocalProvider) -> None:
+    async with bench(provider) as b:
+        await b.router.run(chat())
+        await b.router.aclose()
+        await settle_down()
+        assert [task.get_name() for task in asyncio.all_tasks() if "budget-router" in task.get_name()] == []
