@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping
@@ -123,7 +124,7 @@ class Telemetry:
         """Count a decision that was made without the store, and alert once per class and action."""
         self.outages[action] += 1
         if self.outages[action] == 1:
-            _log.warning("budget-router: the store is down; class %r is %s", task_class, action)
+            _say(logging.WARNING, "budget-router: the store is down; class %r is %s", task_class, action)
 
     def check_levels(self, balances: Iterable[Balance]) -> None:
         """Alert once per bucket and level of its cap, when what is spent and held has reached it."""
@@ -140,7 +141,8 @@ class Telemetry:
                 self._alerted[balance.bucket.key, level] = None
                 if len(self._alerted) > 10 * self._remember:
                     self._alerted.popitem(last=False)
-                _log.warning(
+                _say(
+                    logging.WARNING,
                     "budget-router: cap %s has reached %g %% of %s",
                     cap.name,
                     float(level * 100),
@@ -152,7 +154,13 @@ class Telemetry:
         if not _log.isEnabledFor(logging.INFO):
             return
         record = record_of(task, decision, balances)
-        _log.info("budget-router: task %s %s", ascii(task.id)[1:-1][:200], decision, extra={"budget_router": record})
+        _say(logging.INFO, "budget-router: task %s %s", ascii(task.id)[1:-1][:200], decision, extra={"budget_router": record})
+
+
+def _say(level: int, message: str, *facts: object, extra: Mapping[str, Any] | None = None) -> None:
+    # Somebody's own handler or filter may raise. It is called between a reservation and its settle, and may end neither.
+    with contextlib.suppress(Exception):
+        _log.log(level, message, *facts, extra=extra, stacklevel=2)
 
 
 def record_of(task: Task, decision: Decision, balances: Iterable[Balance]) -> dict[str, Any]:
