@@ -30,7 +30,7 @@ from router import (
     Usage,
 )
 from router.testing import Entry, LocalProvider, Rates, Reply, sequence
-from stores import BudgetStore, MemoryStore, SQLiteStore, StoreRolledBack, StoreUnavailable
+from stores import BudgetStore, InvalidCharge, MemoryStore, SQLiteStore, StoreRolledBack, StoreUnavailable, TooLate
 from stores.redis import RedisStore
 from tests.support import CHEAP, STRONG, TestClock, chat, client_of, policy_of, settle_down
 
@@ -781,9 +781,26 @@ async def test_the_backlog_is_tried_again_after_pauses_that_double_up_to_two_sec
         await b.clock.advance(2)
 
 
-async def test_after_aclose_no_task_of_ours_is_left(provider: LocalProvider) -> None:
+@pytest.mark.parametrize("error", [TooLate("id", "the store keeps ids for 24 hours"), InvalidCharge("no such bucket")])
+async def test_a_settle_that_can_never_be_counted_is_counted_as_such_and_not_tried_for_ever(
+    provider: LocalProvider, error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = Faulty(MemoryStore(clock=TestClock()))
+    async with bench(provider, store=faulty) as b:
+        faulty.fail = lambda name: error if name == "settle" else None
+        result = await b.router.run(chat())
+        status = await b.router.status()
+        assert (result.served, status.too_late, status.backlog) == (True, 1, 0)
+        faulty.fail = lambda _: None
+    assert [r.getMessage() for r in caplog.records if r.levelno >= logging.ERROR] == [
+        f"budget-router: a settle could not be counted: {error}"
+    ]
+
+
+async def test_after_aclose_no_task_of_ours_is_left(provider: LocalProvider, caplog: pytest.LogCaptureFixture) -> None:
     async with bench(provider) as b:
         await b.router.run(chat())
         await b.router.aclose()
         await settle_down()
+        assert caplog.records == []
         assert [task.get_name() for task in asyncio.all_tasks() if "budget-router" in task.get_name()] == []
