@@ -5,9 +5,8 @@ No method here awaits: each is one step of bookkeeping. The I/O that follows fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from router.charges import Amounts, Metered, Slots, charges_of
 from router.classes import TaskClass
@@ -89,8 +88,8 @@ class Call:
         self.step = 0
         self.outcome: Outcome = "open"
         self.tally = Tally(choices(task.request) if task.kind == "chat" else 1)
-        self.hang_up: Callable[[], Coroutine[Any, Any, None]] | None = None
-        """Closes the stream that it reads; None while there is none."""
+        self.hang_up: Callable[[], object] | None = None
+        """Begins to close the stream that is read, and to settle it; None while there is none."""
         self.usage: Usage | None = None
         self.usage_source: UsageSource = "none"
         self._billed: dict[Metered, Amounts] = {}

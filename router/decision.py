@@ -125,7 +125,9 @@ class Decision:
     def __str__(self) -> str:
         if self.served:
             text = f"served by {self.model}" + (f" ({self.tier}, {self.reason})" if self.tier else "")
-            if self.actual is not None:
+            if self.outcome == "released":
+                text = f"released: {self.model} was admitted and not used"
+            elif self.actual is not None:
                 text += f": {format_usd(self.actual)} of an estimated {format_usd(self.estimate)}"
             return "; ".join((text, *self.notes))
         text = f"refused ({self.reason}{f', {self.kind}' if self.kind else ''})"

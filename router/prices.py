@@ -28,7 +28,8 @@ class UnknownPrice(ValueError):
     def __init__(self, model: str, because: str) -> None:
         super().__init__(
             f"model {model!r} has no price: {because}; give one with "
-            f'Model({model!r}, price=Price.per_million(input="…", output="…")), or Price.free() if it costs nothing'
+            f'Model({model!r}, price=Price.per_million(input="…", output="…")), or Price.free() if it costs nothing; '
+            'in a policy file, price = {input = "…", output = "…"}'
         )
         self.model = model
 

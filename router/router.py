@@ -8,6 +8,8 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from openai import AsyncOpenAI
+
 from router.admission import Admission
 from router.admitting import BUSY_RETRY_AFTER, DOWN_RETRY_AFTER, Plan, plan, refusal_of
 from router.call import Call, price_of_model
@@ -46,6 +48,9 @@ class Router:
     def __init__(
         self, policy: Policy, store: BudgetStore, *, clock: Clock | None = None, estimator: Estimator | None = None
     ) -> None:
+        if not isinstance(store, BudgetStore) or isinstance(store, type):
+            shown = store.__name__ if isinstance(store, type) else type(store).__name__
+            raise PolicyError(f"the store of a router must be a store such as SQLiteStore('budget.sqlite'), not {shown}")
         self._store = store
         self._clock: Clock = SystemClock() if clock is None else clock
         self._estimator = Estimator() if estimator is None else estimator
@@ -96,7 +101,8 @@ class Router:
     async def run(self, task: Task) -> Result:
         """Reserve, call, settle. A refusal is in the result's decision; what the model raises is raised.
 
-        Raises `MissingLabel`, `TaskError` or `RuleError` when the task or the rule is at fault: nothing is reserved then.
+        Raises `MissingLabel`, `TaskError` or `RuleError` when the task or the rule is at fault: nothing is reserved then; and
+        `TimeoutError` when the task's deadline or an attempt's time limit is over.
         """
         call = await self._admit(task)
         if isinstance(call, Decision):
@@ -112,7 +118,7 @@ class Router:
 
     async def stream(self, task: Task) -> RoutedStream:
         """Reserve and open a stream, which settles however it is left. Raises like `run`."""
-        if task.kind == "embedding":
+        if isinstance(task, Task) and task.kind == "embedding":
             raise TaskError("an embedding has no stream: use router.run(task)")
         call = await self._admit(task)
         if isinstance(call, Decision):
@@ -139,6 +145,9 @@ class Router:
             telemetry.saw(slots_of(shared, {}, now=self._now(), tree=None, admit_at=None))
         slots, store, balances = telemetry.slots(), "ok", tuple[Balance, ...]()
         try:
+            health = await self._store.check()
+            if health.rolled_back:
+                store = str(health)
             balances = await self._store.balances([slot.bucket for slot in slots])
         except StoreUnavailable as error:
             slots, store = (), str(error)
@@ -163,6 +172,8 @@ class Router:
 
         Calls that are still open then settle when they end, if the loop lives that long; else their leases end.
         """
+        if self._loop is not None and self._loop is not asyncio.get_running_loop():
+            raise RuntimeError("this router belongs to another event loop: close it there, before that loop ends")
         self._closed = True
         if self._preparing is not None:
             self._preparing.cancel()
@@ -177,6 +188,8 @@ class Router:
         elif self._loop is not loop:
             raise RuntimeError("this router belongs to another event loop: make one router per loop")
         started = self._clock.monotonic()
+        if not isinstance(task, Task):
+            raise TaskError(f"a router takes a task, such as Task.chat(messages=…), not {type(task).__name__}")
         policy = self._policy
         task_class = policy.task_class(task.task_class)
         wish = await plan(policy, task, task_class, self._estimator)
@@ -374,7 +387,11 @@ class Router:
             call.bill(so_far, "provider", price=price)
             return
         seen = call.estimate.input_tokens if so_far is None or not so_far.input_tokens else so_far.input_tokens
-        call.bill(Usage(input_tokens=seen, output_tokens=output), "counted", price=price)
+        usage = Usage(input_tokens=seen, output_tokens=output)
+        call.bill(usage, "counted", price=price)
+        if not tally.final:
+            # A provider writes ahead of its reader, and may bill what never came by.
+            call.unconfirmed += max(0, call.estimate.amounts.usd - price.cost(usage))
         call.note("the provider sent no usage: tokens were counted" + ("" if exact else ", as bytes"))
 
     async def _generated(self, call: Call) -> tuple[int, bool]:
@@ -420,7 +437,13 @@ def _price_of(call: Call) -> Price:
 
 
 def _served(policy: Policy) -> Policy:
-    """Return a policy that this version can serve. Raises `PolicyError` for one that asks for waiting."""
+    """Return a policy that this version can serve. Raises `PolicyError` for one that it cannot."""
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"the policy of a router must be a Policy(…), not {type(policy).__name__}")
+    for model in (policy.strong, policy.cheap, policy.embedding):
+        if model is not None and model.client is not None and not isinstance(model.client, AsyncOpenAI):
+            kind = type(model.client).__name__
+            raise PolicyError(f"the client of model {model.name!r} must be an openai.AsyncOpenAI, not {kind}")
     for task_class in policy.classes:
         if task_class.max_wait != 0 or task_class.when_expired == "defer":
             raise PolicyError(

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
 from router.call import Call
@@ -96,12 +96,22 @@ class Settler:
             self._renewing = None
             self._renew_soon(at_once=True)
 
-    def finish(self, call: Call, outcome: Outcome, error: BaseException | None = None) -> asyncio.Task[None] | None:
-        """Begin the one settle of a call, and return the task that carries it; None when it was finished before."""
+    def finish(
+        self,
+        call: Call,
+        outcome: Outcome,
+        error: BaseException | None = None,
+        *,
+        first: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    ) -> asyncio.Task[None] | None:
+        """Begin the one settle of a call, and return the task that carries it; None when it was finished before.
+
+        `first` is awaited before the call is counted.
+        """
         loop = asyncio.get_running_loop()  # before anything changes: without a loop nothing could carry it
         if not call.close(outcome, error):
             return None
-        return self.spawn(self._conclude(call), loop)
+        return self.spawn(self._conclude(call, first), loop)
 
     def spawn(self, work: Coroutine[Any, Any, None], loop: asyncio.AbstractEventLoop | None = None) -> asyncio.Task[None]:
         """Run work that no caller's cancellation may stop."""
@@ -128,8 +138,7 @@ class Settler:
         """
         for call in tuple(self._open.values()):
             if call.hang_up is not None:
-                self.spawn(call.hang_up())
-                self.finish(call, "left")
+                call.hang_up()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
                 while not self.idle:
@@ -143,17 +152,21 @@ class Settler:
             await _stop(self._draining)
         if self._backlog or self._open:
             _log.error(
-                "budget-router: closed with %d settles that the store has not taken and %d calls open; their leases end them",
+                "budget-router: closed with %d settles that the store has not taken and %d calls open: what they reserved ends "
+                "with its lease, and what was served while the store was down is in no bucket",
                 len(self._backlog),
                 len(self._open),
             )
 
-    async def _conclude(self, call: Call) -> None:
+    async def _conclude(self, call: Call, first: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
         try:
+            if first is not None:
+                await first()
             await self._observer.count(call)
         except Exception:  # noqa: BLE001 (whatever it was, the call is settled)
-            _log.exception("budget-router: counting a call failed; its estimate is settled")
             call.bill_estimate()
+            with contextlib.suppress(Exception):  # somebody's log handler may raise: the settle goes on
+                _log.exception("budget-router: counting a call failed; its estimate is settled")
         finally:
             # Even when the counting was cancelled, what is known is settled.
             charges = call.actual()
@@ -172,14 +185,17 @@ class Settler:
     async def _write(self, id: str, charges: tuple[Charge, ...]) -> tuple[Balance, ...]:
         """Settle one id. Only a store that did not take it leaves it where it waits."""
         balances: tuple[Balance, ...] = ()
+        wrong: Exception | None = None
         try:
             balances = (await self._store.settle(id, charges)).balances
         except (TooLate, InvalidCharge) as error:
+            wrong = error
             self.too_late += 1
-            _log.error("budget-router: a settle could not be counted: %s", error)
         self._backlog.pop(id, None)
         self._releases.pop(id, None)
         self._observer.written(id)
+        if wrong is not None:
+            _log.error("budget-router: a settle could not be counted: %s", wrong)
         return balances
 
     def _worked(self, task: asyncio.Task[None]) -> None:

@@ -52,10 +52,10 @@ class BucketStatus:
 class Status:
     """How a router stands: what its store says of the buckets that it used, and what it counted by itself.
 
-    `store` is "ok" or the reason why the store could not be asked; then `buckets` is empty. The counters are those of this
-    router since it was built: `refused` and `downgraded` by class, `served` by tier, `outages` by what was done.
-    `unconfirmed` is the estimate of attempts that were sent and never answered; `unreported` what was charged for admissions
-    that nobody settled.
+    `store` is "ok" or what is wrong with the store; where it could not be asked, `buckets` is empty. A bucket of a scope is
+    listed once this router has used it. The counters are those of this router since it was built: `refused` and `downgraded`
+    by class, `served` by tier, `outages` by what was done. `unconfirmed` is what may have been billed beyond what was settled:
+    attempts without an answer, streams that were left; `unreported` what was charged for admissions that nobody settled.
     """
 
     store: str
@@ -110,9 +110,9 @@ class Telemetry:
         """Count and log a call that has ended."""
         self.spent += decision.actual or 0
         self.unconfirmed += decision.unconfirmed
-        if decision.outcome in ("served", "left", "cut", "unreported", "released"):
+        if decision.outcome in ("served", "left", "cut", "unreported"):
             self.served[decision.tier or "embedding"] += 1
-        else:
+        elif decision.outcome != "released":
             self.failed += 1
         if decision.outcome == "unreported":
             self.unreported += decision.actual or 0

@@ -1,5 +1,7 @@
 """Stores that count charges in buckets: atomically, over several buckets at once, shared by as many callers as there are."""
 
+from typing import TYPE_CHECKING, Any
+
 from stores.base import (
     MAX_AMOUNT,
     Balance,
@@ -18,6 +20,9 @@ from stores.errors import InvalidCharge, StoreError, StoreRolledBack, StoreUnava
 from stores.memory import MemoryStore
 from stores.sqlite import SQLiteStore
 
+if TYPE_CHECKING:
+    from stores.redis import RedisStore
+
 __all__ = [
     "MAX_AMOUNT",
     "Balance",
@@ -29,6 +34,7 @@ __all__ = [
     "InvalidCharge",
     "MemoryStore",
     "Misfit",
+    "RedisStore",
     "SQLiteStore",
     "Settlement",
     "StoreError",
@@ -39,3 +45,12 @@ __all__ = [
     "new_id",
     "safe_name",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "RedisStore":
+        # Its client library is an extra: whoever does without it imports nothing of it.
+        from stores.redis import RedisStore  # noqa: PLC0415
+
+        return RedisStore
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -181,10 +181,13 @@ async def log_handler_that_raises(b: Bench, wire: Wire, provider: LocalProvider)
 
 
 async def generator_that_is_closed(b: Bench, wire: Wire, provider: LocalProvider) -> None:
-    chunks: Any = aiter(await b.router.stream(chat(output=50)))
+    stream = await b.router.stream(chat(output=50))
+    chunks: Any = aiter(stream)
     await anext(chunks)
     assert (await b.sums())[0] > 0
     await chunks.aclose()
+    # The stream itself is not dropped, so that it was the generator's end that counted.
+    assert stream.decision.outcome == "left"
 
 
 async def stream_that_is_never_read(b: Bench, wire: Wire, provider: LocalProvider) -> None:
@@ -362,10 +365,13 @@ async def test_a_settle_that_hangs_does_not_keep_its_caller(
 
     wire.there = there
     async with bench(provider, HUNDRED, store=wire, clock=clock, settle_timeout=0.01) as b:
-        result = await b.router.run(worth(10))
-        assert (result.served, result.decision.actual) == (True, 10 * CENT)
-        assert await b.sums() == (10 * CENT, 0)
-        is_back.set()
+        try:
+            async with asyncio.timeout(10):
+                result = await b.router.run(worth(10))
+            assert (result.served, result.decision.actual) == (True, 10 * CENT)
+            assert await b.sums() == (10 * CENT, 0)
+        finally:
+            is_back.set()
 
         async def settled() -> bool:
             return await b.sums() == (0, 10 * CENT)

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from router import Cap, Model, Retries, Router, Task, TaskClass, TaskError, Usage
+from router import Cap, Model, PolicyError, Retries, Router, Task, TaskClass, TaskError, Usage
 from router.calls import BadAnswer
 from router.charges import Amounts, charges_of, slots_of
 from router.tally import Tally
@@ -455,6 +455,82 @@ def test_a_router_in_a_second_loop_is_one_clear_error(provider: LocalProvider) -
     router = asyncio.run(once())
     with pytest.raises(RuntimeError, match="one router per loop"):
         asyncio.run(once(router))
+    with pytest.raises(RuntimeError, match="close it there"):
+        asyncio.run(router.aclose())
+
+
+async def test_status_says_what_is_wrong_with_the_store_before_any_bucket_was_used(provider: LocalProvider) -> None:
+    from stores import RedisStore
+
+    async with client_of(provider.base_url) as client:
+        policy = policy_of(client, Cap(usd=1, per="day", scope="user"))
+        store = RedisStore("redis://127.0.0.1:9")
+        async with Router(policy, store) as router:
+            status = await router.status()
+            assert "the redis store is unavailable" in status.store
+            assert status.buckets == ()
+        await store.aclose()
+
+
+async def test_status_says_that_the_store_rolled_back(provider: LocalProvider, tmp_path: Any) -> None:
+    path = tmp_path / "b.sqlite"
+    async with router_at(provider.base_url, store=SQLiteStore(path, clock=TestClock())) as (router, _):
+        await router.run(chat())
+        path.unlink()
+        assert (await router.run(chat())).decision.reason == "store_rolled_back"
+        assert "rolled back" in (await router.status()).store
+        await router._store.accept()
+        assert (await router.status()).store == "ok"
+        assert (await router.run(chat())).served
+
+
+@pytest.mark.parametrize("store", ["budget.sqlite", SQLiteStore, MemoryStore, None, 3])
+def test_what_is_no_store_is_refused_when_the_router_is_built(store: Any) -> None:
+    with pytest.raises(PolicyError, match="must be a store"):
+        Router(policy_of(None), store)
+
+
+def test_what_is_no_policy_and_no_client_of_ours_is_refused_when_the_router_is_built() -> None:
+    with pytest.raises(PolicyError, match="must be a Policy"):
+        Router(None, MemoryStore())  # type: ignore[arg-type]
+    with openai.OpenAI(api_key="sk-x") as client:
+        wrong = Model("strong-model", client=client, price=STRONG)  # type: ignore[arg-type]
+        with pytest.raises(PolicyError, match=r"must be an openai\.AsyncOpenAI, not OpenAI"):
+            Router(policy_of(None, strong=wrong), MemoryStore())
+
+
+async def test_what_is_no_task_is_a_clear_error(provider: LocalProvider) -> None:
+    async with router_at(provider.base_url) as (router, _):
+        odd: Any = "say hello"
+        for entry in (router.run, router.stream):
+            with pytest.raises(TaskError, match="takes a task"):
+                await entry(odd)
+        with pytest.raises(TaskError, match="takes a task"):
+            await router.admit(odd).__aenter__()
+
+
+async def test_what_was_released_was_not_served(provider: LocalProvider) -> None:
+    async with router_at(provider.base_url) as (router, _):
+        async with router.admit(chat()) as admission:
+            admission.release()
+        status = await router.status()
+        assert (status.served, status.failed) == ({}, 0)
+        assert str(admission.decision).startswith("released: strong-model was admitted and not used")
+
+
+@pytest.mark.parametrize("provider", [Reply(tokens=50, gate=True)], indirect=True)
+async def test_what_a_stream_that_was_left_may_cost_beyond_what_came_by_is_unconfirmed(provider: LocalProvider) -> None:
+    async with router_at(provider.base_url) as (router, _):
+        provider.advance(5)
+        async with await router.stream(chat()) as stream:
+            for _ in range(5):
+                await anext(stream)
+        decision = stream.decision
+        assert (decision.actual or 0) + decision.unconfirmed == decision.estimate
+        provider.advance(100)
+        async for _chunk in await router.stream(chat(output=5)):
+            pass
+        assert (await router.status()).unconfirmed * 10**9 == decision.unconfirmed
 
 
 # The tally by itself.

@@ -69,7 +69,7 @@ def readme_block(language: str) -> str:
 
 
 def test_the_readmes_example_runs_as_it_stands(tmp_path: Path) -> None:
-    code = readme_block("python") + "\nimport asyncio\nasyncio.run(main())\n"
+    code = readme_block("python")
     with LocalProvider() as provider:
         done = subprocess.run(
             [sys.executable, "-c", code],
@@ -83,3 +83,9 @@ def test_the_readmes_example_runs_as_it_stands(tmp_path: Path) -> None:
         assert [entry.model for entry in provider.requests] == ["gpt-5"]
     assert re.search(r" 0\.000\d+\n$", done.stdout)
     assert (tmp_path / "budget.sqlite").exists()
+
+
+def test_the_example_policy_is_one(tmp_path: Path) -> None:
+    policy = router.Policy.from_toml(ROOT / "examples" / "policy.toml", clients=None, rules={})
+    assert [cap.name for cap in policy.caps] == ["usd/hour@UTC[strong]", "month", "usd/day@Europe/Berlin/user", "usd/none/run"]
+    router.Router(policy, stores.MemoryStore())

@@ -17,7 +17,7 @@ def _priced(text: str) -> tuple[str, Rates]:
     given, _, got = rates.partition("/")
     try:
         wrong = not name or Fraction(given) < 0 or Fraction(got) < 0
-    except ValueError:
+    except (ValueError, ZeroDivisionError):
         wrong = True
     if wrong:
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=INPUT/OUTPUT, in dollars per million tokens")
