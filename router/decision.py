@@ -11,7 +11,7 @@ from router.money import format_usd, to_usd
 from router.task import Tier
 from router.usage import Usage
 
-__all__ = ["CapState", "Decision", "Kind", "Outcome", "Reason", "Result", "UsageSource"]
+__all__ = ["CapState", "Decision", "Kind", "Outcome", "Reason", "Result", "Standing", "UsageSource"]
 
 Reason = Literal[
     "rule",  # the rule's wish, and it fitted
@@ -42,8 +42,8 @@ UsageSource = Literal["none", "provider", "counted", "reported", "estimate"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CapState:
-    """A cap as it stood when it refused. Amounts are in the cap's unit: nano-dollars, tokens or requests."""
+class Standing:
+    """How a bucket of a cap stands. Amounts are in the cap's unit: nano-dollars, tokens or requests; `ends` in ms."""
 
     cap: str
     unit: Literal["usd", "tokens", "requests"]
@@ -54,7 +54,6 @@ class CapState:
     line: int
     spent: int
     held: int
-    asked: int
 
     @property
     def remaining(self) -> int:
@@ -66,18 +65,26 @@ class CapState:
         """How far spending has passed the limit."""
         return max(0, self.spent - self.limit)
 
+    def amount(self, value: int) -> str:
+        """Write an amount of this cap with its unit."""
+        return format_usd(value) if self.unit == "usd" else f"{value:,} {self.unit}"
+
     def __str__(self) -> str:
         scope = ", ".join(f"{label}={_shown(value)}" for label, value in self.scope.items())
         where = f"{self.cap}{f' ({scope})' if scope else ''}{f' in {self.window}' if self.window else ''}"
         line = f", admits up to {self.amount(self.line)}" if self.line != self.limit else ""
-        return (
-            f"{where}: {self.amount(self.spent)} spent and {self.amount(self.held)} held "
-            f"of {self.amount(self.limit)}{line}, asked {self.amount(self.asked)}"
-        )
+        return f"{where}: {self.amount(self.spent)} spent and {self.amount(self.held)} held of {self.amount(self.limit)}{line}"
 
-    def amount(self, value: int) -> str:
-        """Write an amount of this cap with its unit."""
-        return format_usd(value) if self.unit == "usd" else f"{value:,} {self.unit}"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CapState(Standing):
+    """A cap as it stood when it refused, and what it was asked for."""
+
+    asked: int
+
+    def __str__(self) -> str:
+        # Named, because a class with slots is made anew after its methods, which a bare super() does not see.
+        return f"{Standing.__str__(self)}, asked {self.amount(self.asked)}"
 
 
 def _shown(value: str) -> str:

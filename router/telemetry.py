@@ -9,10 +9,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any
 
 from router.charges import Slot, Slots
-from router.decision import Decision
+from router.decision import Decision, Standing
 from router.money import format_usd
 from router.task import Task
 from stores import Balance
@@ -23,29 +23,15 @@ _log = logging.getLogger("budget_router")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BucketStatus:
-    """One bucket as the store has it. Amounts are in the cap's unit: nano-dollars, tokens or requests."""
+class BucketStatus(Standing):
+    """One bucket as the store has it. `lost` is what leases ended and nobody settled since."""
 
-    cap: str
-    unit: Literal["usd", "tokens", "requests"]
-    scope: Mapping[str, str]
-    window: str
     soft: bool
-    limit: int
-    line: int
-    spent: int
-    held: int
     lost: int
 
-    @property
-    def remaining(self) -> int:
-        """What is left to the limit, never below 0."""
-        return max(0, self.limit - self.spent - self.held)
-
-    @property
-    def debt(self) -> int:
-        """How far spending has passed the limit."""
-        return max(0, self.spent - self.limit)
+    def __str__(self) -> str:
+        lost = f", {self.amount(self.lost)} lost" if self.lost else ""
+        return f"{Standing.__str__(self)}{', soft' if self.soft else ''}{lost}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,8 +185,9 @@ def status_of(slots: Iterable[Slot], balances: Iterable[Balance]) -> tuple[Bucke
         BucketStatus(
             cap=slot.cap.name,
             unit=slot.cap.unit,
-            scope=slot.scope,
+            scope=dict(slot.scope),
             window=slot.window,
+            ends=slot.bucket.ends,
             soft=slot.cap.soft,
             limit=slot.limit,
             line=slot.line,
