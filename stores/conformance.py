@@ -613,7 +613,15 @@ class StoreConformance:
             with pytest.raises(InvalidCharge, match="new_id"):
                 await store.reserve(id, [[charge(hour(), 1)]], lease=self.lease)
 
-    @pytest.mark.parametrize("lease", [0, -1, 1.5, True, None])
+    @pytest.mark.parametrize("step", [0, -1, 1.5, True, None, 2**52 + 1])
+    async def test_a_step_that_orders_nothing_is_refused(self, step: Any) -> None:
+        async with self.opened() as (store, _):
+            id = await self.hold(store, charge(hour(), 5))
+            with pytest.raises(InvalidCharge, match="step"):
+                await store.extend(id, step, [charge(hour(), 9)])
+            assert (await store.extend(id, 2**52, [charge(hour(), 9)])).balances[0].held == 9
+
+    @pytest.mark.parametrize("lease", [0, -1, 1.5, True, None, 30 * RETENTION + 1])
     async def test_a_lease_that_is_no_length_of_time_is_refused(self, lease: Any) -> None:
         async with self.opened() as (store, _):
             with pytest.raises(InvalidCharge, match="lease"):
@@ -655,6 +663,18 @@ class StoreConformance:
             assert (await store.credit(id, [charge(hour(), 20)])).counted is False
             balance = await self.balance(store, hour())
             assert (balance.spent, balance.credited) == (30, 20)
+
+    async def test_a_credit_past_its_retention_is_too_late_and_takes_nothing(self) -> None:
+        async with self.opened() as (store, clock):
+            bucket, early = Bucket("run"), new_id(now=START)
+            await store.settle(new_id(now=START), [charge(bucket, 50)])
+            clock.advance(RETENTION)
+            assert (await store.credit(early, [charge(bucket, 10)])).counted
+            late = new_id(now=START)
+            clock.advance(1)
+            with pytest.raises(TooLate):
+                await store.credit(late, [charge(bucket, 10)])
+            assert (await self.balance(store, bucket)).spent == 40
 
     async def test_a_credit_above_what_was_spent_or_of_a_reservation_is_refused(self) -> None:
         async with self.opened() as (store, _):

@@ -162,7 +162,7 @@ def test_a_model_that_the_table_does_not_know_is_refused_when_the_policy_is_buil
     assert str(caught.value) == (
         f"{place}: model 'nobody-knows-9' has no price: the price table of genai-prices has no such model; give one with "
         'Model(\'nobody-knows-9\', price=Price.per_million(input="…", output="…")), or Price.free() if it costs nothing; '
-            'in a policy file, price = {input = "…", output = "…"}'
+        'in a policy file, price = {input = "…", output = "…"}'
     )
     names = {"strong": "gpt-5", "cheap": "gpt-5-mini", place: "nobody-knows-9"}
     toml = "\n".join(f'[{tier}]\nname = "{name}"' for tier, name in names.items())

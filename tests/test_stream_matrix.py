@@ -332,6 +332,7 @@ async def one_cell(b: Bench, script: Script, way: Way, kind: Kind, point: Point,
         # A usage that came early may say all that there was by then.
         early = usage in ("cumulated", "placeholder_first") and point in (0, 1)
         assert decision.usage_source == "counted" or early
+    assert decision.actual + decision.unconfirmed >= bill
     assert decision.attempts == 1
 
 
@@ -380,6 +381,31 @@ async def test_closing_the_router_settles_the_stream_that_is_open(
         assert reader.stream is not None
         assert reader.stream.decision.outcome == ("served" if point == "last" else "left")
         assert [chunk async for chunk in reader.stream] == []
+
+
+@pytest.mark.parametrize("hidden", ["observed", "reserved"])
+@pytest.mark.parametrize("fault", ["stalls", "cut"])
+async def test_a_usage_that_does_not_follow_the_finish_reason_is_not_waited_for_long(
+    script: Script, provider: LocalProvider, monkeypatch: pytest.MonkeyPatch, hidden: str, fault: str
+) -> None:
+    """S4: the reader leaves at the finish reason, and the provider never says what it bills."""
+    monkeypatch.setattr("router.streams._LAST_WORDS", 0.05)
+    stalls = {"stall": f"after_chunk:{TOKENS + 1}"} if fault == "stalls" else {"cut": "before_usage_chunk"}
+    script.reply = Reply(tokens=TOKENS, **stalls)  # type: ignore[arg-type]
+    async with bench(provider, hidden_reasoning=hidden) as b:
+        async with await b.router.stream(task_of("chat")) as stream:
+            async for chunk in stream:
+                if is_last("chat", chunk):
+                    break
+        await provider.wait_for(lambda p: p.open_streams == 0)
+        held, spent = await b.sums()
+        assert held == 0
+        assert stream.decision.outcome == "served"
+        if hidden == "reserved":
+            assert (spent, stream.decision.usage_source) == (stream.decision.estimate, "estimate")
+        else:
+            assert stream.decision.usage_source == "counted"
+            assert close_to(provider.spent(), spent)
 
 
 # The end of the event loop.
