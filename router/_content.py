@@ -10,7 +10,7 @@ Kind = Literal["chat", "response", "embedding"]
 
 # OpenAI's cookbook ("How to count tokens with tiktoken") gives 3 tokens around each message, 1 for a name and 3 that
 # prime the reply; older models took 4 a message. For tools it gives up to 12 around each function. The rest is margin.
-_PER_MESSAGE, _PER_NAME, _PRIMING = 4, 1, 3
+_PER_MESSAGE, _PER_MESSAGE_NOW, _PER_NAME, _PRIMING = 4, 3, 1, 3
 _PER_PART, _PER_CALL, _PER_TOOL, _TOOLS, _SCHEMA = 2, 8, 12, 16, 24
 
 # Said to the provider, not to the model.
@@ -46,10 +46,11 @@ class TooLarge(Exception):
 
 @dataclass(slots=True)
 class Content:
-    """What was found: texts to count, tokens around them, characters of data, the detail of each image."""
+    """What was found: texts to count, tokens around them (of which margin), characters of data, the detail of each image."""
 
     texts: list[str] = field(default_factory=list)
     overhead: int = 0
+    margin: int = 0
     opaque: int = 0
     images: list[str] = field(default_factory=list)
     tools: bool = False
@@ -129,6 +130,7 @@ class _Reader:
         if not isinstance(message, Mapping):
             self._content(message)
             return
+        self.content.margin += _PER_MESSAGE - _PER_MESSAGE_NOW
         kind = message.get("type")
         # Items that name what the provider keeps: it puts more into the prompt than is written here.
         if kind == "item_reference" or (kind == "reasoning" and not message.get("encrypted_content")):
@@ -164,6 +166,7 @@ class _Reader:
     def _part(self, part: object) -> None:
         self._visit()
         self.content.overhead += _PER_PART
+        self.content.margin += _PER_PART
         if isinstance(part, str):
             self._text(part)
             return

@@ -103,13 +103,13 @@ async def _estimate(
 ) -> tuple[Estimate, bool]:
     model = policy.model(metered)
     bound = await estimator.prompt(task.kind, task.request, model.name, model.encoding)
-    tokens = bound.input_tokens
+    tokens, likely = bound.input_tokens, bound.likely
     if bound.unseen and policy.unseen_input == "hold":
         # What cannot be seen is at most what the model can take in; refused where nobody says how much that is.
-        tokens = max(tokens, model.context_window or 0)
+        tokens = likely = max(tokens, model.context_window or 0)
     unseen = bound.unseen and (policy.unseen_input == "refuse" or model.context_window is None)
     if task.kind == "embedding":
-        return Estimate(model, tokens, 0, None, False), unseen
+        return Estimate(model, tokens, likely, 0, None, False), unseen
     sent = output_limit(task.kind, task.request)
     if sent is not None:
         limit = sent[1]
@@ -117,7 +117,7 @@ async def _estimate(
         limit = task_class.output_limit or policy.output_limit
         if model.output_limit is not None:
             limit = min(limit, model.output_limit)
-    return Estimate(model, tokens, limit * choices(task.request), limit, sent is None), unseen
+    return Estimate(model, tokens, likely, limit * choices(task.request), limit, sent is None), unseen
 
 
 def _limit_in(room: Mapping[str, int], estimate: Estimate, least: int) -> int | None:

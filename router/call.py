@@ -32,12 +32,13 @@ def price_of_model(model: Model) -> Price:
 class Estimate:
     """The most that one attempt on a tier can take, and how it is sent.
 
-    `input_tokens` bounds the prompt; `output_tokens` is the output limit that is sent, times the number of choices;
-    `chosen` says whether the router chose that limit.
+    `input_tokens` bounds the prompt, and `likely_input` is what it most likely has. `output_tokens` is the output limit that is
+    sent, times the number of choices; `chosen` says whether the router chose that limit.
     """
 
     model: Model
     input_tokens: int
+    likely_input: int
     output_tokens: int
     output_limit: int | None
     chosen: bool

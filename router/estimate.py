@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -40,11 +40,13 @@ class Bound:
 
     `exact` says that a vocabulary was used, and not the length in bytes. `unseen` says that the prompt holds more
     than the request shows (a stored prompt, an earlier response, a file by its id), which is not in the number.
+    `likely` is the number without the margins around messages and their parts: what to settle where no usage comes.
     """
 
     input_tokens: int
     exact: bool
     unseen: bool
+    likely: int = field(default=0, compare=False)
 
 
 class Estimator:
@@ -179,7 +181,8 @@ def _bound(content: Content, vocabulary: tiktoken.Encoding | None, model: str) -
         text = sum(map(byte_length, content.texts))
     images = sum(_image(model, detail) for detail in content.images)
     hidden = _FOREIGN_TOOLS if content.tools and encoding_of(model) is None else 0
-    return Bound(text + content.overhead + content.opaque + images + hidden, exact, content.unseen)
+    most = text + content.overhead + content.opaque + images + hidden
+    return Bound(most, exact, content.unseen, most - content.margin)
 
 
 # OpenAI's guide "Images and vision", the part on costs. By tiles: a base and 170 tokens for each of the eight tiles

@@ -386,7 +386,7 @@ class Router:
         if so_far is not None and so_far.output_tokens >= output:
             call.bill(so_far, "provider", price=price)
             return
-        seen = call.estimate.input_tokens if so_far is None or not so_far.input_tokens else so_far.input_tokens
+        seen = call.estimate.likely_input if so_far is None or not so_far.input_tokens else so_far.input_tokens
         usage = Usage(input_tokens=seen, output_tokens=output)
         call.bill(usage, "counted", price=price)
         if not tally.final:

@@ -222,6 +222,19 @@ async def test_each_of_many_choices_is_counted_by_itself(provider: LocalProvider
         assert provider.spent() <= spent <= provider.spent() * 1.02
 
 
+@pytest.mark.parametrize("provider", [Reply(tokens=3, usage="missing")], indirect=True)
+async def test_without_usage_many_short_messages_are_counted_as_closely_as_one_long_one(provider: LocalProvider) -> None:
+    messages: list[Any] = [
+        {"role": "user", "content": "ok"},
+        {"role": "user", "content": [{"type": "text", "text": "ok"}]},
+    ] * 50
+    async with router_at(provider.base_url) as (router, _):
+        await router.run(Task.chat(messages=messages, max_completion_tokens=10))
+        held, spent = await sums(router)
+        assert held == 0
+        assert provider.spent() <= spent <= provider.spent() * 1.02
+
+
 # Streams.
 
 
