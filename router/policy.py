@@ -130,7 +130,8 @@ class Policy:
         on_lease_end: whether such a hold is given back or counted as spent.
         on_unanswered: whether an attempt that was sent and never answered is given back or charged.
         on_model_error: what follows when the strong model fails for good: its error, or the cheap model.
-        hidden_reasoning: what is settled for reasoning that was hidden when a stream was left.
+        hidden_reasoning: what is settled where no usage came, as when a stream was left: the tokens that came by
+            ("observed"), or all that was reserved, for reasoning that was hidden ("reserved").
         unseen_input: whether input that cannot be counted holds the context window or is refused.
         output_limit: tokens of output when neither request nor class names a limit.
         settle_timeout: seconds that the end of a call may wait for its settle; later it goes on without the caller.

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 import pytest
 from hypothesis import settings
 
+from router.testing import LocalProvider
+from stores import BudgetStore
 from tests import redis_server
+from tests.support import PRICES, STORES, TestClock, opened_store, to_the_limit
 
 pytest.register_assert_rewrite("stores.conformance")
 
@@ -30,3 +33,23 @@ def debian_redis_url() -> Iterator[str]:
     """The `redis-server` of the operating system; a missing one fails the test."""
     with redis_server.running(program=redis_server.programs()["redis"]) as server:
         yield server.url
+
+
+@pytest.fixture
+def clock() -> TestClock:
+    """The one clock of a test's router and store."""
+    return TestClock()
+
+
+@pytest.fixture(params=STORES)
+async def store(request: pytest.FixtureRequest, clock: TestClock) -> AsyncIterator[BudgetStore]:
+    """Each of our stores in turn, empty."""
+    async with opened_store(request, clock) as opened:
+        yield opened
+
+
+@pytest.fixture
+def provider(request: pytest.FixtureRequest) -> Iterator[LocalProvider]:
+    """A provider that generates up to the limit it is sent, unless the test says otherwise."""
+    with LocalProvider(prices=PRICES, reply=getattr(request, "param", to_the_limit)) as running:
+        yield running

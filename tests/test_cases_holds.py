@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from tests.support import (
     CENT,
     PRICES,
     START,
-    STORES,
     STRONG,
     Bench,
     TestClock,
@@ -29,7 +28,6 @@ from tests.support import (
     chat,
     eventually,
     loses_the_first,
-    opened_store,
     to_the_limit,
     to_the_limit_when_let,
     workers,
@@ -40,24 +38,6 @@ pytestmark = pytest.mark.anyio
 
 HUNDRED = Cap(usd=1, per="hour", admit_at=1, name="all")
 LEASE = 60_000
-
-
-@pytest.fixture
-def clock() -> TestClock:
-    return TestClock()
-
-
-@pytest.fixture(params=STORES)
-async def store(request: pytest.FixtureRequest, clock: TestClock) -> AsyncIterator[BudgetStore]:
-    async with opened_store(request, clock) as opened:
-        yield opened
-
-
-@pytest.fixture
-def provider(request: pytest.FixtureRequest) -> Iterator[LocalProvider]:
-    """A provider that generates up to the limit it is sent, unless the test says otherwise."""
-    with LocalProvider(prices=PRICES, reply=getattr(request, "param", to_the_limit)) as running:
-        yield running
 
 
 when_let = pytest.mark.parametrize("provider", [to_the_limit_when_let], indirect=True)

@@ -16,13 +16,11 @@ from tests.support import (
     CENT,
     CHEAP,
     FIFTEEN,
-    STORES,
     STRONG,
     Bench,
     TestClock,
     bench,
     chat,
-    opened_store,
     policy_of,
     to_the_limit,
     to_the_limit_when_let,
@@ -32,17 +30,6 @@ from tests.support import (
 pytestmark = pytest.mark.anyio
 
 PLENTY = Cap(usd=100, per="hour", admit_at=1, name="all")
-
-
-@pytest.fixture
-def clock() -> TestClock:
-    return TestClock()
-
-
-@pytest.fixture(params=STORES)
-async def store(request: pytest.FixtureRequest, clock: TestClock) -> AsyncIterator[BudgetStore]:
-    async with opened_store(request, clock) as opened:
-        yield opened
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from fractions import Fraction
 from pathlib import Path
@@ -24,12 +24,10 @@ from tests.support import (
     FIFTEEN,
     PRICES,
     START,
-    STORES,
     Bench,
     TestClock,
     bench,
     chat,
-    opened_store,
     policy_of,
     to_the_limit,
     to_the_limit_when_let,
@@ -40,17 +38,6 @@ from tests.support import (
 pytestmark = pytest.mark.anyio
 
 HUNDRED = Cap(usd=1, per="hour", admit_at=1, name="all")
-
-
-@pytest.fixture
-def clock() -> TestClock:
-    return TestClock()
-
-
-@pytest.fixture(params=STORES)
-async def store(request: pytest.FixtureRequest, clock: TestClock) -> AsyncIterator[BudgetStore]:
-    async with opened_store(request, clock) as opened:
-        yield opened
 
 
 @pytest.fixture

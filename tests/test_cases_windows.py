@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,13 +14,9 @@ from router.testing import LocalProvider
 from stores import BudgetStore, SQLiteStore
 from tests.support import (
     CENT,
-    PRICES,
-    STORES,
     Bench,
     TestClock,
     bench,
-    opened_store,
-    to_the_limit,
     to_the_limit_when_let,
     workers,
     worth,
@@ -36,24 +31,6 @@ DAY = 24 * HOUR
 def instant(text: str) -> int:
     """Return a time in UTC as milliseconds since the epoch."""
     return round(datetime.fromisoformat(text).replace(tzinfo=UTC).timestamp() * 1000)
-
-
-@pytest.fixture
-def clock() -> TestClock:
-    return TestClock()
-
-
-@pytest.fixture(params=STORES)
-async def store(request: pytest.FixtureRequest, clock: TestClock) -> AsyncIterator[BudgetStore]:
-    async with opened_store(request, clock) as opened:
-        yield opened
-
-
-@pytest.fixture
-def provider(request: pytest.FixtureRequest) -> Iterator[LocalProvider]:
-    """A provider that generates up to the limit it is sent, unless the test says otherwise."""
-    with LocalProvider(prices=PRICES, reply=getattr(request, "param", to_the_limit)) as running:
-        yield running
 
 
 when_let = pytest.mark.parametrize("provider", [to_the_limit_when_let], indirect=True)
