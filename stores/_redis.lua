@@ -9,7 +9,7 @@
 --   …:l  …:x     zset    held ids and expired ids, by the end of their lease
 --   …:c:<client> string  n of this client's last write
 --   …:b:<name>   hash    h held, s spent, l lost, c credited, m "starts ends [tree,name]"; without a time to live while it holds
---   …:i:<id>     string  "option step charge_at_end ended name amount line limit name …"; of a closed id only when it closed
+--   …:i:<id>     string  "option,step,charge_at_end,ended name amount line limit name …"; of a closed id only when it closed
 --
 -- Every key is read, and every answer found, before the first write: a script that fails keeps what it wrote. Lua counts in
 -- doubles, so sums are written by HINCRBY, and what is past 2^53 is answered as text.
@@ -67,7 +67,7 @@ end
 -- above 2^53 has in b.parts, per sum, the text of what was read and of every amount since: what is written of it is exact, and
 -- so is its sum as soon as that is small again.
 
-local books = {}
+local books, by_name = {}, {}
 
 local function part(b)
   b.parts = {}
@@ -99,7 +99,12 @@ local function bucket(key)
 end
 
 local function named_bucket(name)
-  return bucket(prefix .. "b:" .. name)
+  local b = by_name[name]
+  if not b then
+    b = bucket(prefix .. "b:" .. name)
+    by_name[name] = b
+  end
+  return b
 end
 
 local function add(b, f, amount)
@@ -180,10 +185,10 @@ local function lookup(key)
   if type(record) ~= "string" then
     return record
   end
-  local option, step, charge, over, charges = match(record, "^(%d+) (%d+) (%d) (%d+)(.*)$")
+  local option, step, charge, over = match(record, "^(%d+),(%d+),(%d),(%d+)")
   local since
   if option then
-    record = {option = tonumber(option), step = tonumber(step), charge = charge == "1", ended = tonumber(over), charges = charges}
+    record = {option = tonumber(option), step = tonumber(step), charge = charge == "1", ended = tonumber(over), charges = record}
     since = record.ended
   else
     record = whole(record, key)
@@ -202,17 +207,27 @@ local function lookup(key)
 end
 
 local function text(record)
-  return record.option .. " " .. digits(record.step) .. " " .. (record.charge and 1 or 0) .. " " .. digits(record.ended)
-    .. record.charges
+  local charges = match(record.charges, "^%S*(.*)$") -- what was read still has its first word
+  return record.option .. "," .. digits(record.step) .. "," .. (record.charge and 1 or 0) .. "," .. digits(record.ended) .. charges
 end
 
-local function each(record)
-  return gmatch(record.charges, " (%S+) (%S+) (%S+) (%S+)")
+-- The names and the amounts of a record, as two lists.
+local function parts_of(record)
+  if record.parsed ~= record.charges then
+    local names, amounts, size = {}, {}, 0
+    for name, amount in gmatch(record.charges, " (%S+) (%d+) %S+ %S+") do
+      size = size + 1
+      names[size], amounts[size] = name, tonumber(amount)
+    end
+    record.parsed, record.names, record.amounts = record.charges, names, amounts
+  end
+  return record.names, record.amounts
 end
 
 local function take(record, sign)
-  for name, amount in each(record) do
-    add(named_bucket(name), HELD, sign * tonumber(amount))
+  local names, amounts = parts_of(record)
+  for i = 1, #names do
+    add(named_bucket(names[i]), HELD, sign * amounts[i])
   end
 end
 
@@ -230,11 +245,12 @@ end
 
 local function end_lease(key, record, ends)
   take(record, -1)
-  for name, amount in each(record) do
-    local b = named_bucket(name)
-    add(b, LOST, tonumber(amount))
+  local names, amounts = parts_of(record)
+  for i = 1, #names do
+    local b = named_bucket(names[i])
+    add(b, LOST, amounts[i])
     if record.charge then
-      add(b, SPENT, tonumber(amount))
+      add(b, SPENT, amounts[i])
     end
   end
   record.ended = now
@@ -244,12 +260,13 @@ local function end_lease(key, record, ends)
 end
 
 local function undo_end(key, record)
-  for name, amount in each(record) do
-    local b = named_bucket(name)
+  local names, amounts = parts_of(record)
+  for i = 1, #names do
+    local b = named_bucket(names[i])
     if b.found then
-      add(b, LOST, -tonumber(amount))
+      add(b, LOST, -amounts[i])
       if record.charge then
-        add(b, SPENT, -tonumber(amount))
+        add(b, SPENT, -amounts[i])
       end
     end
   end
@@ -325,6 +342,7 @@ local function write()
     end
   end
   local held, size = {}, 0
+  local this_moment, now_text, keep_text = format("%012x", now), digits(now), digits(RETENTION + 1)
   for key in pairs(changed) do
     local record = records[key]
     if not record then
@@ -333,9 +351,11 @@ local function write()
       held[size + 1], held[size + 2] = key, type(record) == "string" and record or text(record)
       size = size + 2
     else
-      local made = tonumber(sub(key, -32, -21), 16)
-      local keep = max(made - now, 0) + RETENTION + 1
-      call("SET", key, type(record) == "table" and text(record) or digits(record), "PX", digits(keep))
+      local keep, made = keep_text, sub(key, -32, -21)
+      if made > this_moment then
+        keep = digits(tonumber(made, 16) - now + RETENTION + 1)
+      end
+      call("SET", key, type(record) == "table" and text(record) or now_text, "PX", keep)
     end
   end
   for at = 1, size, 1000 do
@@ -396,17 +416,65 @@ local function sweep()
   return first_end ~= nil and first_end <= now
 end
 
--- The operations. `at` is where one's values begin; faces are the buckets as this call names them.
+-- Answers. What nearly every operation answers is numbers, and those of a whole run travel as one string of eight bytes each:
+-- as values of their own they would take the server as long as all the rest. Any other answer is a table, and a 0 among the
+-- numbers stands for it.
+
+local OTHER, GRANTED, SETTLED = 0, 1, 2
+local numbers, size, others = {}, 0, {}
+
+-- Appends the sums of a bucket. Answers whether it could: parts are no number.
+local function number_sums(b)
+  if b.parts then
+    return false
+  end
+  numbers[size + 1], numbers[size + 2], numbers[size + 3], numbers[size + 4] = b[1], b[2], b[3], b[4]
+  size = size + 4
+  return true
+end
+
+local function packed()
+  local strings = {}
+  for at = 1, size, 1000 do
+    local last = min(at + 999, size)
+    strings[#strings + 1] = struct.pack(">" .. string.rep("i8", last - at + 1), unpack(numbers, at, last))
+  end
+  return table.concat(strings)
+end
+
+-- The operations. `at` is where one's values begin; faces are the buckets as this call names them. Each returns its answer,
+-- or nothing when it has put that among the numbers.
 
 local faces, names, starts_too_far, over_since = {}, {}, {}, {}
 
 local function put_record_sums(answer, record)
-  for name in each(record) do
+  for _, name in ipairs((parts_of(record))) do
     local b = named_bucket(name)
     answer[#answer + 1] = b.meta or name
     put_sums(answer, #answer + 1, b)
   end
   return answer
+end
+
+local function put_face_sums(answer, from, last, step)
+  for i = from, last, step do
+    put_sums(answer, #answer + 1, faces[ask[i]])
+  end
+  return answer
+end
+
+local function settled(counted, late, from, last)
+  local before, all = size, true
+  numbers[size + 1], numbers[size + 2], numbers[size + 3] = SETTLED, counted, late
+  size = size + 3
+  for i = from, last, 2 do
+    all = number_sums(faces[ask[i]]) and all
+  end
+  if all then
+    return
+  end
+  size = before
+  return put_face_sums({"settled", counted, late}, from, last, 2)
 end
 
 local function reserve(at)
@@ -440,16 +508,21 @@ local function reserve(at)
       end
     end
     if not found then
-      local answer, size = {"held", option, nil, nil, nil, nil, nil, nil, nil, nil}, 3 -- room for two buckets from the start
+      local before, all = size, true
+      numbers[size + 1], numbers[size + 2] = GRANTED, option
+      size = size + 2
       for i = at + 2, last, 3 do
         local b = faces[ask[i]]
         add(b, HELD, ask[i + 1])
-        put_sums(answer, size, b)
-        size = size + 4
+        all = number_sums(b) and all
       end
       put(key, ask[at + 1])
       start_lease(key, lease)
-      return answer
+      if all then
+        return
+      end
+      size = before
+      return put_face_sums({"held", option}, at + 2, last, 3)
     end
     refused = refused or {"refused"}
     refused[#refused + 1] = found
@@ -465,9 +538,9 @@ local function extend(at)
     return {"gone"}
   end
   if step > record.step then
-    local before = {}
-    for name, amount in each(record) do
-      before[name] = tonumber(amount)
+    local before, had, amounts = {}, parts_of(record)
+    for i = 1, #had do
+      before[had[i]] = amounts[i]
     end
     local found = {}
     for i = at + 4, at + 1 + 3 * size, 3 do
@@ -487,19 +560,12 @@ local function extend(at)
   return put_record_sums({"again", record.option}, record)
 end
 
-local function put_face_sums(answer, from, last, step)
-  for i = from, last, step do
-    put_sums(answer, #answer + 1, faces[ask[i]])
-  end
-  return answer
-end
-
 local function settle(at)
   local key, size = KEYS[ask[at]], ask[at + 1]
   local from, last = at + 2, at + 2 * size
   local record = lookup(key)
   if type(record) == "number" then
-    return put_face_sums({"settled", 0, 0}, from, last, 2)
+    return settled(0, 0, from, last)
   end
   local late = not record or record.ended ~= 0
   if late and size > 0 then
@@ -513,15 +579,20 @@ local function settle(at)
       end
     end
   end
-  local has = {}
-  if record then
-    for name in each(record) do
-      has[name] = true
-    end
-  end
+  local had = record and parts_of(record)
+  local has
   for i = from, last, 2 do
-    if record and not has[names[ask[i]]] then
-      return {"not held", (i - from) / 2}
+    local name = names[ask[i]]
+    if had and had[(i - from) / 2 + 1] ~= name then -- else it stands in its place, as nearly always
+      if not has then
+        has = {}
+        for j = 1, #had do
+          has[had[j]] = true
+        end
+      end
+      if not has[name] then
+        return {"not held", (i - from) / 2}
+      end
     end
     if not has_room(faces[ask[i]], ask[i + 1]) then
       return {"no room", (i - from) / 2}
@@ -537,7 +608,7 @@ local function settle(at)
     add(faces[ask[i]], SPENT, ask[i + 1])
   end
   put(key, now)
-  return put_face_sums({"settled", 1, late and 1 or 0}, from, last, 2)
+  return settled(1, late and 1 or 0, from, last)
 end
 
 local function credit(at)
@@ -548,7 +619,7 @@ local function credit(at)
     return {"a reservation"}
   end
   if record then
-    return put_face_sums({"settled", 0, 0}, from, last, 2)
+    return settled(0, 0, from, last)
   end
   if is_old(key) then
     return {"id forgotten"}
@@ -566,11 +637,11 @@ local function credit(at)
     add(faces[ask[i]], CREDITED, ask[i + 1])
   end
   put(key, now)
-  return put_face_sums({"settled", 1, 0}, from, last, 2)
+  return settled(1, 0, from, last)
 end
 
 local function take_again(key, record)
-  for name, amount, _, limit in each(record) do
+  for name, amount, limit in gmatch(record.charges, " (%S+) (%d+) %S+ (%S+)") do
     -- What the lease's end counted as spent is what is taken again: that fits by itself.
     local growth = record.charge and 0 or tonumber(amount)
     if not fits(named_bucket(name), growth, tonumber(limit)) then
@@ -616,8 +687,8 @@ local function holds(at)
       local record = lookup(key)
       if type(record) == "table" and #answer <= most then
         local metas = {}
-        for name in each(record) do
-          metas[#metas + 1] = named_bucket(name).meta or name
+        for j, name in ipairs((parts_of(record))) do
+          metas[j] = named_bucket(name).meta or name
         end
         answer[#answer + 1] = {
           members[2 * i - 1], record.ended, tonumber(members[2 * i]), record.charge and 1 or 0, record.charges, metas,
@@ -647,7 +718,6 @@ local OPERATIONS = {
 -- The run.
 
 local more = sweep()
-local answers = {}
 if not more then
   load(KEYS, 5, 4 + ids)
   local at = 9
@@ -656,15 +726,20 @@ if not more then
     local b = bucket(key)
     b.meta = b.meta or ask[at + 2]
     b.ends = ends
-    faces[face], names[face], over_since[face] = b, sub(key, #prefix + 3), ends
+    local name = sub(key, #prefix + 3)
+    faces[face], names[face], by_name[name], over_since[face] = b, name, b, ends
     starts_too_far[face] = starts and starts > now + AHEAD
     at = at + 3
   end
-  local size = #ask
-  while at <= size do
-    answers[#answers + 1] = OPERATIONS[ask[at]](at + 2)
+  while at <= #ask do
+    local answer = OPERATIONS[ask[at]](at + 2)
+    if answer then
+      size = size + 1
+      numbers[size] = OTHER
+      others[#others + 1] = answer
+    end
     at = at + 2 + ask[at + 1]
   end
 end
 write()
-return {id, n, accepted, suspect, now, first_end or -1, more and 1 or 0, answers}
+return {id, n, accepted, suspect, now, first_end or -1, more and 1 or 0, packed(), others}

@@ -202,9 +202,14 @@ def new_id(tree: str = "", *, now: int | None = None) -> str:
 
 def tree_key(id: str) -> str:
     """Return the tree that an id names, as `safe_name` writes it. Raises `InvalidCharge` for an id not made by `new_id`."""
-    if _ID.fullmatch(id) is None:
-        raise InvalidCharge(f"id {id[:80]!r} was not made by stores.new_id(); write new_id(tree) for each reservation")
+    check_id(id)
     return id[:-33]
+
+
+def check_id(id: str) -> None:
+    """Refuse an id that `new_id` did not make. Raises `InvalidCharge`."""
+    if _ID(id) is None:
+        raise InvalidCharge(f"id {id[:80]!r} was not made by stores.new_id(); write new_id(tree) for each reservation")
 
 
 def born(id: str) -> int:
@@ -222,7 +227,7 @@ def safe_name(text: str) -> str:
 
 
 # What safe_name writes, a colon, 32 hex digits: no id can carry a brace, a NUL or a lone surrogate into a store.
-_ID = re.compile(r"[!-9;-z|~]{0,200}:[0-9a-f]{32}")
+_ID = re.compile(r"[!-9;-z|~]{0,200}+:[0-9a-f]{32}+").fullmatch
 
 
 def _integer(what: str, value: object) -> str:

@@ -35,10 +35,12 @@ class MemoryStore:
     def _now(self) -> int:
         if self._closed:
             raise StoreUnavailable("memory", "it was closed")
-        now = self._clock()
-        self._time = max(self._time, now)
         self._writes += 1
-        return self._time
+        now = self._clock()
+        if now < self._time:  # it jumped back
+            return self._time
+        self._time = now
+        return now
 
     async def reserve(
         self, id: str, options: Sequence[Sequence[Charge]], *, lease: int, on_lease_end: LeaseEnd = "release"

@@ -127,8 +127,8 @@ class RedisStore(BatchedStore):
                     # It ended as many leases as one run may, and nothing else: no operation meets a hold that is over.
                     again.append(run)
                     continue
-                for index, op, answer in zip(run.indexes, run.ops, reply[7], strict=True):
-                    outcomes[index] = self._wire.outcome(op, answer, header)
+                for index, outcome in zip(run.indexes, self._wire.outcomes(run.ops, reply, header), strict=True):
+                    outcomes[index] = outcome
             pending = again
         return outcomes
 
@@ -146,13 +146,13 @@ class RedisStore(BatchedStore):
     async def _send(self, command: str, script: str, calls: Sequence[Sequence[str]]) -> list[Any]:
         if len(calls) == 1:
             try:
-                return [await self._client.execute_command(command, script, *calls[0])]
+                return [await self._client.execute_command(command, script, *calls[0], **_AS_IT_IS)]
             except ResponseError as error:
                 return [error]
         # One connection however many trees: a pool that raises when it is empty must not be emptied by one batch.
         pipeline = self._client.pipeline(transaction=False)
         for call in calls:
-            pipeline.execute_command(command, script, *call)
+            pipeline.execute_command(command, script, *call, **_AS_IT_IS)
         return list(await pipeline.execute(raise_on_error=False))
 
     def _arguments(self, run: Run) -> list[str]:
@@ -267,6 +267,9 @@ def _unavailable(error: Exception) -> StoreUnavailable:
             why = f"{error} ({type(error).__name__})"
     return StoreUnavailable("redis", why)
 
+
+_AS_IT_IS = {"NEVER_DECODE": True}
+"""Keeps a client that decodes responses from decoding ours: a part of them is binary."""
 
 _FOREIGN = (RedisError, RedisClusterException, OSError, RuntimeError)
 _log = logging.getLogger(__name__)
