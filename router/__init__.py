@@ -4,9 +4,11 @@ from router.admission import Admission
 from router.caps import Cap
 from router.classes import TaskClass
 from router.decision import CapState, Decision, Result
+from router.deferral import Deferral
 from router.errors import BudgetRouterError, MissingLabel, PolicyError, Refused, RuleError, TaskError
 from router.policy import Model, Policy, Retries
 from router.prices import Price, UnknownPrice
+from router.queue import LineStatus, WaitEvent
 from router.router import Router
 from router.rules import always, by_class, by_score
 from router.streams import RoutedStream
@@ -21,6 +23,8 @@ __all__ = [
     "Cap",
     "CapState",
     "Decision",
+    "Deferral",
+    "LineStatus",
     "MissingLabel",
     "Model",
     "Policy",
@@ -38,6 +42,7 @@ __all__ = [
     "TaskError",
     "UnknownPrice",
     "Usage",
+    "WaitEvent",
     "always",
     "by_class",
     "by_score",

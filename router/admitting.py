@@ -84,15 +84,18 @@ async def plan(policy: Policy, task: Task, task_class: TaskClass, estimator: Est
     options: tuple[Metered, ...] = ("cheap",)
     reason: Reason = "rule"
     unseen = False
+    downgrades = task_class.when_expired == "downgrade"
     if wanted == "strong":
         strong, unseen = await _estimate(policy, task, task_class, "strong", estimator)
         if policy.fits(strong.input_tokens):
             estimates["strong"] = strong
-            options = ("strong", "cheap") if task_class.when_expired == "downgrade" else ("strong",)
+            # A class that waits waits for strong; what it then takes instead is asked for when its wait is over.
+            at_once = task_class.max_wait == 0 and downgrades
+            options = ("strong", "cheap") if at_once else ("strong",)
         else:
             reason = "envelope"
     falls_back = (task_class.on_model_error or policy.on_model_error) == "cheap"
-    if "cheap" in options or falls_back or task_class.when_store_down == "cheap":
+    if "cheap" in options or downgrades or falls_back or task_class.when_store_down == "cheap":
         estimates["cheap"], unseen_by_cheap = await _estimate(policy, task, task_class, "cheap", estimator)
         unseen = unseen or unseen_by_cheap
     return Plan(policy, task, task_class, wanted, reason, options, estimates, unseen)

@@ -158,8 +158,8 @@ class Call:
         self._billed[self.metered] = self._billed.get(self.metered, Amounts()) + amounts
 
     def actual(self) -> tuple[Charge, ...]:
-        """Return the charges to settle: what was billed, and nothing where nothing was."""
-        return tuple(charge for charge in charges_of(self.slots, self._billed) if charge.amount)
+        """Return the charges to settle: what was billed, and 0 where nothing was, so that the answer says how all stand then."""
+        return charges_of(self.slots, {tier: self._billed.get(tier, Amounts()) for tier in self._touched})
 
     def spent(self) -> int:
         """Return what was billed, in nano-dollars."""

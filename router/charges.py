@@ -44,6 +44,8 @@ class Slot:
     line: int
     scope: Mapping[str, str]
     window: str
+    pace: int | None = None
+    """Of a drain bucket, what may have come out of the line by now; None for a cap's own bucket."""
 
     def counts(self, metered: Metered) -> bool:
         """Say whether the cap counts this tier."""
@@ -86,7 +88,10 @@ def charges_of(slots: Slots, amounts: Mapping[Metered, Amounts]) -> tuple[Charge
             continue
         # More than a store can count is more than any line: such an estimate is refused, and such an actual is a debt.
         total = min(sum(counted, Amounts()).of(slot.cap.unit), MAX_AMOUNT)
-        if slot.cap.soft:
+        if slot.pace is not None:
+            # Ahead of the pace by at most one task; once it is out nothing holds it back.
+            charges.append(Charge(slot.bucket, total, max(0, min(slot.pace + total - 1, MAX_AMOUNT))))
+        elif slot.cap.soft:
             charges.append(Charge(slot.bucket, total))
         else:
             charges.append(Charge(slot.bucket, total, slot.line, slot.limit))

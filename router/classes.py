@@ -26,7 +26,9 @@ class TaskClass:
     Args:
         name: what a task calls it by.
         priority: its place in a line; the lower number goes first.
-        max_wait: the longest wait for budget in seconds, or "window" until the refusing window ends; 0 for none.
+        max_wait: the longest wait for budget in seconds; or "window": until the next window opens, and then for its turn
+            as long as that lasts; 0 for none. A task's own deadline ends it too.
+        ages_after: seconds of waiting that raise it by one priority, so that it is not starved for ever; None for never.
         when_expired: what happens when the wait is over; needed where there is one. Without a wait: "retry_later".
         when_store_down: what happens when no budget can be reserved: "closed" refuses, "cheap" and "open" serve, up to
             the allowance.
@@ -45,6 +47,7 @@ class TaskClass:
     name: str
     priority: int
     max_wait: float | Literal["window"]
+    ages_after: float | None
     when_expired: WhenExpired
     when_store_down: WhenStoreDown
     allowance: int
@@ -62,6 +65,7 @@ class TaskClass:
         *,
         priority: int = 0,
         max_wait: float | Literal["window"] = 0,
+        ages_after: float | None = None,
         when_expired: WhenExpired | None = None,
         when_store_down: WhenStoreDown = "closed",
         allowance_usd: int | float | str | Decimal | None = None,
@@ -80,6 +84,8 @@ class TaskClass:
             raise PolicyError(f"max_wait must be a number of seconds or 'window', not {_checks.shown(max_wait)}{near}")
         if max_wait != "window":
             _checks.seconds(max_wait, what="max_wait", zero=True)
+        if ages_after is not None:
+            _checks.seconds(ages_after, what="ages_after")
         answers = get_args(WhenExpired)
         if when_expired is not None:
             _checks.word(when_expired, answers, what="when_expired")
@@ -98,6 +104,7 @@ class TaskClass:
         put(self, "name", name)
         put(self, "priority", priority)
         put(self, "max_wait", max_wait)
+        put(self, "ages_after", ages_after)
         put(self, "when_expired", when_expired or "retry_later")
         put(self, "when_store_down", when_store_down)
         put(self, "allowance", _allowance(allowance_usd, when_store_down))

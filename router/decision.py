@@ -24,6 +24,8 @@ Reason = Literal[
     "cap",  # a cap refused
     "store_unavailable",  # the store is down, and the class is closed or its allowance is used up
     "store_rolled_back",  # the store lost spend; somebody has to accept or correct
+    "expired",  # a cap refused, and the wait for it is over
+    "queue_full",  # a cap refused, and as many tasks as may wait for budget do
     "full",  # as many calls as may be open are open or wait to be settled
     "unseen_input",  # the size of the input cannot be known, and the policy refuses that
     "closed",  # the router was closed
@@ -33,9 +35,11 @@ Reason = Literal[
 Kind = Literal["busy", "spent", "never"]
 """A refusal by caps: fits once holds settle; fits after the window turns; fits never."""
 
-Outcome = Literal["open", "served", "refused", "failed", "cancelled", "left", "cut", "released", "unreported"]
-"""How a task ended: `left` is a stream that was not read to its end, `cut` one that generated past its limit, `unreported` an
-admission that nobody settled."""
+Outcome = Literal[
+    "open", "served", "refused", "deferred", "dropped", "failed", "cancelled", "left", "cut", "released", "unreported"
+]
+"""How a task ended: `deferred` was handed on for later, `dropped` was refused by a class that wants no other try, `left` is a
+stream that was not read to its end, `cut` one that generated past its limit, `unreported` an admission that nobody settled."""
 
 UsageSource = Literal["none", "provider", "counted", "reported", "estimate"]
 """Where the tokens that were settled came from."""
@@ -99,7 +103,8 @@ class Decision:
 
     Money is in nano-dollars. `served` says whether the task was admitted. `wanted` is the rule's wish and `tier` what is used
     (both None for an embedding). `estimate` is what was reserved first and `actual` what was settled. `unconfirmed` is the
-    estimate of attempts that were sent and never answered. `notes` says in words what was odd.
+    estimate of attempts that were sent and never answered. `waited` is how long it stood in line, in seconds. `notes` says in
+    words what was odd.
     """
 
     task_id: str
@@ -112,6 +117,7 @@ class Decision:
     kind: Kind | None = None
     cap: CapState | None = None
     retry_after: float | None = None
+    waited: float = 0.0
     estimate: int = 0
     output_limit: int | None = None
     actual: int | None = None
@@ -137,9 +143,12 @@ class Decision:
             elif self.actual is not None:
                 text += f": {format_usd(self.actual)} of an estimated {format_usd(self.estimate)}"
             return "; ".join((text, *self.notes))
-        text = f"refused ({self.reason}{f', {self.kind}' if self.kind else ''})"
+        word = self.outcome if self.outcome in ("deferred", "dropped") else "refused"
+        text = f"{word} ({self.reason}{f', {self.kind}' if self.kind else ''})"
         if self.cap is not None:
             text += f" by {self.cap}"
+        if self.waited:
+            text += f" after {self.waited:.3g} s in line"
         if self.retry_after is not None:
             text += f"; retry in {self.retry_after:g} s"
         return "; ".join((text, *self.notes))

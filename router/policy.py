@@ -137,6 +137,8 @@ class Policy:
         settle_timeout: seconds that the end of a call may wait for its settle; later it goes on without the caller.
         price_as: whether usage is priced as the policy's model or as the one that the reply names.
         max_open: open calls and settles in the backlog, together, above which nothing more is admitted.
+        max_waiting: tasks that may wait for budget, all lines together; what comes above gets its class's answer at once.
+        max_waiting_bytes: bytes that their requests may have together, about.
 
     Raises:
         PolicyError: something in it is not as said here, or does not fit together.
@@ -163,6 +165,8 @@ class Policy:
     settle_timeout: float
     price_as: PriceAs
     max_open: int
+    max_waiting: int
+    max_waiting_bytes: int
     rule_version: str
     """12 hex digits of what the rule is."""
     net_version: str
@@ -192,6 +196,8 @@ class Policy:
         settle_timeout: float = 5.0,
         price_as: PriceAs = "policy",
         max_open: int = 10_000,
+        max_waiting: int = 10_000,
+        max_waiting_bytes: int = 256 * 1024 * 1024,
     ) -> None:
         put = object.__setattr__
         put(self, "strong", _priced(strong, what="strong"))
@@ -223,6 +229,8 @@ class Policy:
         put(self, "output_limit", _checks.whole(output_limit, what="output_limit", least=1))
         put(self, "settle_timeout", _checks.seconds(settle_timeout, what="settle_timeout"))
         put(self, "max_open", _checks.whole(max_open, what="max_open", least=1))
+        put(self, "max_waiting", _checks.whole(max_waiting, what="max_waiting"))
+        put(self, "max_waiting_bytes", _checks.whole(max_waiting_bytes, what="max_waiting_bytes"))
         self._check_caps()
         self._check_classes()
         put(self, "rule_version", version_of(self.rule))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
@@ -11,42 +11,50 @@ from typing import Any, TypeVar
 from openai import AsyncOpenAI
 
 from router.admission import Admission
-from router.admitting import BUSY_RETRY_AFTER, DOWN_RETRY_AFTER, Plan, plan, refusal_of
 from router.call import Call, price_of_model
 from router.calls import Answer, Sender, attempts, request_of
-from router.charges import Metered, Slots, charges_of, slots_of
+from router.charges import slots_of
 from router.clock import Clock, SystemClock
-from router.decision import Decision, Outcome, Reason, Result
+from router.decision import Decision, Outcome, Result
+from router.deferral import Deferral
 from router.errors import PolicyError, TaskError
 from router.estimate import Estimator
+from router.gate import Gate
 from router.money import to_usd
 from router.outage import Allowances
 from router.policy import Policy
 from router.prices import Price, UnknownPrice, price_of
+from router.queue import Queue, WaitEvent
 from router.settling import Settler
 from router.streams import RoutedStream
 from router.task import Task
 from router.telemetry import Status, Telemetry, status_of
 from router.usage import Usage
-from stores import Balance, BudgetStore, Charge, StoreRolledBack, StoreUnavailable, Verdict, new_id
+from stores import Balance, BudgetStore, Charge, StoreUnavailable
 
 __all__ = ["Router"]
 
 T = TypeVar("T")
-
-_TRIES = 4
-"""How often one admission may reserve: the clock's offset is corrected, or a limit shrinks to the room that was left."""
 
 
 class Router:
     """Send each task to the strong or the cheap model of a policy, and never pass the caps that it sets.
 
     `store` may be shared with any number of routers and processes; the router does not close it. Built without a running
-    loop; belongs to the loop that first uses it. `clock` and `estimator` are for tests.
+    loop; belongs to the loop that first uses it. `deferral` keeps what classes with `when_expired="defer"` could not have yet;
+    `hooks` are told who begins to wait, who is admitted from a line and whose wait is over. `clock` and `estimator` are for
+    tests.
     """
 
     def __init__(
-        self, policy: Policy, store: BudgetStore, *, clock: Clock | None = None, estimator: Estimator | None = None
+        self,
+        policy: Policy,
+        store: BudgetStore,
+        *,
+        deferral: Deferral | None = None,
+        hooks: Sequence[Callable[[WaitEvent], None]] = (),
+        clock: Clock | None = None,
+        estimator: Estimator | None = None,
     ) -> None:
         if not isinstance(store, BudgetStore) or isinstance(store, type):
             shown = store.__name__ if isinstance(store, type) else type(store).__name__
@@ -56,35 +64,47 @@ class Router:
         self._estimator = Estimator() if estimator is None else estimator
         self._telemetry = Telemetry()
         self._allowances = Allowances()
-        self._offset = 0  # the store's time less ours, in milliseconds
-        self._closed = False
         self._senders: dict[int, Sender] = {}
-        self._reserving = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._preparing: asyncio.Task[None] | None = None
-        self._policy = _served(policy)
+        self._deferral = deferral
+        _check(policy, deferral)
         self._settler = Settler(
             store, self._clock, lease=_ms(policy.lease), patience=policy.settle_timeout, observer=_Observer(self)
         )
+        self._gate = Gate(
+            policy,
+            store,
+            self._clock,
+            self._estimator,
+            settler=self._settler,
+            telemetry=self._telemetry,
+            allowances=self._allowances,
+            deferral=deferral,
+        )
+        self._queue = self._gate.queue = Queue(store, self._clock, now=self._gate.now, hooks=hooks)
 
     def __repr__(self) -> str:
-        state = "closed" if self._closed else f"{self._settler.open} open"
-        return f"<Router {self._policy.strong.name}/{self._policy.cheap.name} over {self._store!r}: {state}>"
+        state = "closed" if self._gate.closed else f"{self._settler.open} open, {len(self._queue)} waiting"
+        return f"<Router {self.policy.strong.name}/{self.policy.cheap.name} over {self._store!r}: {state}>"
 
     @property
     def policy(self) -> Policy:
         """The policy in force. Setting another one holds for what is admitted from then on; open calls settle as they began."""
-        return self._policy
+        return self._gate.policy
 
     @policy.setter
     def policy(self, policy: Policy) -> None:
-        self._policy = _served(policy)
+        _check(policy, self._deferral)
+        self._gate.policy = policy
+        self._queue.tell_all("policy")
         self._senders = {}
         self._settler.change_lease(_ms(policy.lease))
 
     async def __aenter__(self) -> Router:
         # In the background: where the vocabulary has to be fetched, nobody waits for it, and lengths are the bound until then.
-        models = [model for model in (self._policy.strong, self._policy.cheap, self._policy.embedding) if model is not None]
+        policy = self.policy
+        models = [model for model in (policy.strong, policy.cheap, policy.embedding) if model is not None]
         encodings = [model.encoding for model in models if model.encoding is not None]
         names = [model.name for model in models if model.encoding is None]
         prepare = self._estimator.prepare(names, encodings=encodings)
@@ -140,9 +160,9 @@ class Router:
     async def status(self) -> Status:
         """Return balances, open calls, backlog and counters. A store that is down is said, not raised."""
         telemetry, settler = self._telemetry, self._settler
-        if self._policy.tree is None:
-            shared = [cap for cap in self._policy.caps if not cap.scope]
-            telemetry.saw(slots_of(shared, {}, now=self._now(), tree=None, admit_at=None))
+        if self.policy.tree is None:
+            shared = [cap for cap in self.policy.caps if not cap.scope]
+            telemetry.saw(slots_of(shared, {}, now=self._gate.now(), tree=None, admit_at=None))
         slots, store, balances = telemetry.slots(), "ok", tuple[Balance, ...]()
         try:
             health = await self._store.check()
@@ -156,6 +176,7 @@ class Router:
             buckets=status_of(slots, balances),
             open=settler.open,
             backlog=settler.backlog,
+            waiting=self._queue.status(),
             served=dict(telemetry.served),
             refused=dict(telemetry.refused),
             downgraded=dict(telemetry.downgraded),
@@ -174,12 +195,11 @@ class Router:
         """
         if self._loop is not None and self._loop is not asyncio.get_running_loop():
             raise RuntimeError("this router belongs to another event loop: close it there, before that loop ends")
-        self._closed = True
+        self._gate.closed = True
+        await self._queue.aclose()
         if self._preparing is not None:
             self._preparing.cancel()
         await self._settler.aclose()
-
-    # Admission.
 
     async def _admit(self, task: Task) -> Call | Decision:
         loop = asyncio.get_running_loop()
@@ -187,107 +207,9 @@ class Router:
             self._loop = loop
         elif self._loop is not loop:
             raise RuntimeError("this router belongs to another event loop: make one router per loop")
-        started = self._clock.monotonic()
         if not isinstance(task, Task):
             raise TaskError(f"a router takes a task, such as Task.chat(messages=…), not {type(task).__name__}")
-        policy = self._policy
-        task_class = policy.task_class(task.task_class)
-        wish = await plan(policy, task, task_class, self._estimator)
-        if self._closed:
-            decided: Call | Decision = wish.decide(served=False, reason="closed")
-        elif self._settler.open + self._settler.backlog + self._reserving >= policy.max_open:
-            # Every settle must have a place: what may be open is bounded by what may wait to be settled.
-            decided = replace(wish.decide(served=False, reason="full"), retry_after=BUSY_RETRY_AFTER)
-        elif wish.unseen:
-            decided = wish.decide(served=False, reason="unseen_input")
-        else:
-            self._reserving += 1
-            try:
-                decided = await self._reserve(wish, started)
-            finally:
-                self._reserving -= 1
-        if isinstance(decided, Decision):
-            self._telemetry.refuse(task, decided)
-        return decided
-
-    async def _reserve(self, wish: Plan, started: float) -> Call | Decision:
-        """Reserve the first option that fits. No await stands between the store's answer and the call's registration."""
-        policy, task = wish.policy, wish.task
-        refusal = None
-        for _ in range(_TRIES):
-            now = self._now()
-            slots = slots_of(policy.caps, task.labels, now=now, tree=policy.tree, admit_at=wish.task_class.admit_at)
-            id = new_id(_tree_of(slots), now=now)
-            options = [charges_of(slots, {option: wish.estimates[option].amounts}) for option in wish.options]
-            try:
-                verdict = await self._store.reserve(id, options, lease=_ms(policy.lease), on_lease_end=policy.on_lease_end)
-            except StoreRolledBack as error:
-                return self._refuse_outage(wish, "store_rolled_back", str(error))
-            except StoreUnavailable as error:
-                self._settler.forget(id)
-                return self._without_store(wish, slots, started, str(error))
-            self._telemetry.saw(slots)
-            if self._closed:
-                self._settler.forget(id)
-                return wish.decide(served=False, reason="closed")
-            if verdict.option is not None and verdict.held:
-                return self._admitted(wish, id, slots, wish.options[verdict.option], started, verdict)
-            if verdict.state != "refused":
-                self._offset = verdict.now - self._clock.now()
-                continue
-            refusal = refusal_of(
-                wish.decide(served=False, reason="cap"), slots, verdict, drop=wish.task_class.when_expired == "drop"
-            )
-            shrunk = wish.shrunk(slots, verdict)
-            if shrunk is None:
-                break
-            wish = shrunk
-        return refusal or self._refuse_outage(wish, "store_unavailable", "the store's clock could not be followed")
-
-    def _admitted(self, wish: Plan, id: str, slots: Slots, metered: Metered, started: float, verdict: Verdict | None) -> Call:
-        if verdict is None:
-            reason: Reason = "store_cheap" if wish.task_class.when_store_down == "cheap" else "store_open"
-        else:
-            downgraded = wish.reason == "rule" and wish.wanted == "strong" and metered == "cheap"
-            reason = "downgrade" if downgraded else wish.reason
-            self._telemetry.check_levels(verdict.balances)
-        decision = wish.decide(served=True, reason=reason, metered=metered)
-        limits = [limit for limit in (wish.task.deadline, wish.policy.retries.total) if limit is not None]
-        call = Call(
-            id,
-            wish.policy,
-            wish.task,
-            wish.task_class,
-            slots,
-            wish.estimates,
-            metered,
-            decision,
-            ends=started + min(limits) if limits else None,
-            local=verdict is None,
-        )
-        self._settler.admit(call)
-        return call
-
-    def _without_store(self, wish: Plan, slots: Slots, started: float, why: str) -> Call | Decision:
-        task_class = wish.task_class
-        if task_class.when_store_down == "closed":
-            return self._refuse_outage(wish, "store_unavailable", why)
-        metered = wish.options[0]
-        if task_class.when_store_down == "cheap" and metered != "embedding":
-            metered = "cheap"
-        # An id of its own: the one that was tried may be held after all, with other buckets.
-        id = new_id(_tree_of(slots), now=self._now())
-        if not self._allowances.admit(task_class, id, wish.estimates[metered].amounts.usd):
-            return self._refuse_outage(wish, "store_unavailable", f"{why}; the allowance of the class is used up")
-        self._telemetry.outage(f"served_{task_class.when_store_down}", task_class.name)
-        return self._admitted(wish, id, slots, metered, started, None)
-
-    def _refuse_outage(self, wish: Plan, reason: Reason, why: str) -> Decision:
-        self._telemetry.outage("refused", wish.task_class.name)
-        return replace(wish.decide(served=False, reason=reason, notes=(why,)), retry_after=DOWN_RETRY_AFTER)
-
-    def _now(self) -> int:
-        return self._clock.now() + self._offset
+        return await self._gate.admit(task)
 
     # Calling.
 
@@ -416,6 +338,7 @@ class _Observer:
     def concluded(self, call: Call, balances: tuple[Balance, ...]) -> None:
         telemetry = self._router._telemetry
         telemetry.check_levels(balances)
+        self._router._queue.saw(balances)
         telemetry.finish(call.task, call.report(), balances)
 
     def written(self, id: str) -> None:
@@ -436,25 +359,22 @@ def _price_of(call: Call) -> Price:
     return price_of_model(model)
 
 
-def _served(policy: Policy) -> Policy:
-    """Return a policy that this version can serve. Raises `PolicyError` for one that it cannot."""
+def _check(policy: Policy, deferral: Deferral | None) -> None:
+    """Refuse a policy that this router cannot serve. Raises `PolicyError`."""
     if not isinstance(policy, Policy):
         raise PolicyError(f"the policy of a router must be a Policy(…), not {type(policy).__name__}")
     for model in (policy.strong, policy.cheap, policy.embedding):
         if model is not None and model.client is not None and not isinstance(model.client, AsyncOpenAI):
             kind = type(model.client).__name__
             raise PolicyError(f"the client of model {model.name!r} must be an openai.AsyncOpenAI, not {kind}")
+    if deferral is not None and not isinstance(deferral, Deferral):
+        raise PolicyError(f"deferral must have 'async def defer(task, not_before)', as {type(deferral).__name__} has not")
     for task_class in policy.classes:
-        if task_class.max_wait != 0 or task_class.when_expired == "defer":
+        if task_class.when_expired == "defer" and deferral is None:
             raise PolicyError(
-                f"class {task_class.name!r}: this version has no waiting and no deferring yet; "
-                "write max_wait=0 and when_expired='downgrade', 'retry_later' or 'drop'"
+                f"class {task_class.name!r} defers: give the router who keeps its tasks, Router(policy, store, deferral=…), "
+                "or write when_expired='downgrade', 'retry_later' or 'drop'"
             )
-    return policy
-
-
-def _tree_of(slots: Slots) -> str:
-    return slots[0].bucket.tree if slots else ""
 
 
 def _ms(seconds: float) -> int:

@@ -14,6 +14,7 @@ from typing import Any
 from router.charges import Slot, Slots
 from router.decision import Decision, Standing
 from router.money import format_usd
+from router.queue import LineStatus
 from router.task import Task
 from stores import Balance
 
@@ -39,15 +40,17 @@ class Status:
     """How a router stands: what its store says of the buckets that it used, and what it counted by itself.
 
     `store` is "ok" or what is wrong with the store; where it could not be asked, `buckets` is empty. A bucket of a scope is
-    listed once this router has used it. The counters are those of this router since it was built: `refused` and `downgraded`
-    by class, `served` by tier, `outages` by what was done. `unconfirmed` is what may have been billed beyond what was settled:
-    attempts without an answer, streams that were left; `unreported` what was charged for admissions that nobody settled.
+    listed once this router has used it; `waiting` has the tasks in line, per class and line. The counters are those of this
+    router since it was built: `refused` and `downgraded` by class, `served` by tier, `outages` by what was done. `unconfirmed`
+    is what may have been billed beyond what was settled: attempts without an answer, streams that were left; `unreported` what
+    was charged for admissions that nobody settled.
     """
 
     store: str
     buckets: tuple[BucketStatus, ...]
     open: int
     backlog: int
+    waiting: tuple[LineStatus, ...]
     served: Mapping[str, int]
     refused: Mapping[str, int]
     downgraded: Mapping[str, int]
@@ -161,6 +164,7 @@ def record_of(task: Task, decision: Decision, balances: Iterable[Balance]) -> di
         "refusal": decision.kind,
         "cap": None if decision.cap is None else asdict(decision.cap),
         "retry_after": decision.retry_after,
+        "waited": decision.waited,
         "wanted": decision.wanted,
         "tier": decision.tier,
         "model": decision.model,

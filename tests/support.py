@@ -186,7 +186,8 @@ async def bench(
     base_url = provider if isinstance(provider, str) else provider.base_url
     more.setdefault("retries", Retries(attempts=1, per_attempt=30))
     async with local_client(base_url) as client:
-        async with Router(policy_of(client, *caps, **more), store, clock=clock) as router:
+        own = {key: more.pop(key) for key in ("deferral", "hooks") if key in more}
+        async with Router(policy_of(client, *caps, **more), store, clock=clock, **own) as router:
             yield Bench(router, store, clock, client)
         assert [hold for hold in await store.holds() if hold.state == "held"] == []
 

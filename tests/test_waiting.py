@@ -1,0 +1,567 @@
+"""What the cap refuses waits its turn: lines, classes, deadlines and a pace, each sentence held to on a clock that is moved."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+
+from router import Cap, Decision, PolicyError, Router, Task, TaskClass, WaitEvent
+from stores import MemoryStore
+from tests.support import CENT, Bench, TestClock, bench, chat, eventually, policy_of, settle_down, worth
+
+pytestmark = pytest.mark.anyio
+
+LOW = TaskClass("low", priority=9, max_wait=60, when_expired="retry_later")
+HIGH = TaskClass("high", priority=0, max_wait=60, when_expired="retry_later")
+AT_ONCE = TaskClass("at once", priority=5)
+CLASSES = {"classes": (LOW, HIGH, AT_ONCE), "default_class": "low"}
+
+
+class Waits:
+    """A task that asks for budget in a task of its own, and gives it back when told."""
+
+    def __init__(self, router: Router, task: Task, order: list[str], name: str) -> None:
+        self._leave = asyncio.Event()
+        self.decision: Decision | None = None
+        self.name = name
+        self._order = order
+        self.actual: int | None = None
+        self.task = asyncio.create_task(self._work(router, task))
+
+    async def _work(self, router: Router, task: Task) -> None:
+        async with router.admit(task) as admission:
+            self.decision = admission.decision
+            if not admission.served:
+                return
+            self._order.append(self.name)
+            await self._leave.wait()
+            if self.actual is None:
+                admission.release()
+            else:
+                admission.settle_usd(f"0.{self.actual:02}")
+
+    @property
+    def admitted(self) -> bool:
+        return self.decision is not None and self.decision.served
+
+    async def leave(self, *, cents: int | None = None) -> None:
+        """Give back what was held, having spent so many cents."""
+        self.actual = cents
+        self._leave.set()
+        await self.task
+        await settle_down()
+
+
+class Crowd:
+    """Those who ask one router for budget, in the order in which they come."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.order: list[str] = []
+        self.all: list[Waits] = []
+
+    async def comes(self, name: str, cents: int = 10, *, task_class: str = "low", **more: Any) -> Waits:
+        """Let one come, and see what happens by itself."""
+        return await self.brings(name, worth(cents, task_class=task_class, **more))
+
+    async def brings(self, name: str, *tasks: Task) -> Waits:
+        """Let tasks come, all at once, until each is in line or decided; return the last."""
+        queue = self.bench.router._queue
+        before = len(queue)
+        new = [Waits(self.bench.router, task, self.order, name) for task in tasks]
+        self.all += new
+
+        async def placed() -> bool:
+            return len(queue) - before + sum(one.decision is not None for one in new) >= len(new)
+
+        await eventually(placed)
+        await settle_down()
+        return new[-1]
+
+    async def end(self) -> None:
+        """Let everybody go."""
+        for one in self.all:
+            one._leave.set()
+            one.task.cancel()
+        await asyncio.gather(*(one.task for one in self.all), return_exceptions=True)
+        await settle_down()
+
+
+@pytest.fixture
+async def crowds(clock: TestClock) -> AsyncIterator[Any]:
+    """Open routers in memory, each with a crowd; afterwards nobody waits and nothing is held."""
+    async with AsyncExitStack() as stack:
+        crowds = []
+
+        async def make(*caps: Cap, store: MemoryStore | None = None, **more: Any) -> Crowd:
+            if "classes" in more:
+                more.setdefault("default_class", more["classes"][0].name)
+            opened = await stack.enter_async_context(
+                bench("http://127.0.0.1:9", *caps, store=store or MemoryStore(clock=clock), clock=clock, **{**CLASSES, **more})
+            )
+            crowd = Crowd(opened)
+            crowds.append(crowd)
+            return crowd
+
+        yield make
+        for crowd in crowds:
+            await crowd.end()
+            assert (await crowd.bench.router.status()).waiting == ()
+
+
+def cents(amount: int, **more: Any) -> Cap:
+    """A cap that everybody shares, without a window unless one is given."""
+    more.setdefault("per", None)
+    return Cap(usd=f"{amount / 100:.2f}", name=more.pop("name", "all"), admit_at=1, **more)
+
+
+async def test_two_of_high_priority_go_before_eight_that_wait(crowds: Any) -> None:
+    """Q1: room for one, eight of low priority wait, then two of high priority come: the two go next."""
+    crowd = await crowds(cents(10))
+    now = await crowd.comes("first")
+    low = [await crowd.comes(f"low{number}") for number in range(8)]
+    high = [await crowd.comes(f"high{number}", task_class="high") for number in range(2)]
+    assert crowd.order == ["first"]
+    for one in (now, *high, *low):
+        await one.leave()
+    assert crowd.order == ["first", "high0", "high1", *(f"low{number}" for number in range(8))]
+
+
+async def test_a_thousand_deadlines_leave_no_line(crowds: Any, clock: TestClock) -> None:
+    """Q2: 1,000 waiters pass their deadlines: line length 0, nothing held, each has its decision."""
+    crowd = await crowds(cents(10))
+    first = await crowd.comes("first")
+    await crowd.brings("late", *(worth(10, task_class="low") for _ in range(1000)))
+    waiting = crowd.all[1:]
+    assert sum(line.depth for line in (await crowd.bench.router.status()).waiting) == 1000
+    await clock.advance(59)
+    assert [one for one in waiting if one.decision is not None] == []
+    await clock.advance(1)
+    decisions = [one.decision for one in waiting]
+    assert {(d.served, d.reason, d.kind, d.waited, d.retry_after) for d in decisions if d is not None} == {
+        (False, "expired", "busy", 60.0, 1.0)
+    }
+    assert len([decision for decision in decisions if decision is not None]) == 1000
+    assert (await crowd.bench.router.status()).waiting == ()
+    assert await crowd.bench.sums() == (10 * CENT, 0)
+    await first.leave()
+    assert await crowd.bench.sums() == (0, 0)
+
+
+async def test_one_of_four_routers_gets_what_comes_back(crowds: Any, clock: TestClock) -> None:
+    """Q3: four processes, room for one: one is admitted. (Four routers on one store see each other only through it.)"""
+    store = MemoryStore(clock=clock)
+    four = [await crowds(cents(10), store=store) for _ in range(4)]
+    first = await four[0].comes("first")
+    waiting = [await crowd.comes(f"w{number}") for number, crowd in enumerate(four)]
+    await first.leave()
+    await clock.advance(1)
+    await clock.advance(1)
+    assert [one.admitted for one in waiting].count(True) == 1
+    for _ in range(3):
+        await next(one for one in waiting if one.admitted and not one.task.done()).leave()
+        await clock.advance(1)
+        await clock.advance(1)
+    assert [one.admitted for one in waiting] == [True] * 4
+
+
+class Counting(MemoryStore):
+    """Counts the reserves that it is asked for, and how many it grants."""
+
+    asked = granted = 0
+
+    async def reserve(self, *args: Any, **more: Any) -> Any:
+        self.asked += 1
+        verdict = await super().reserve(*args, **more)
+        self.granted += verdict.held
+        return verdict
+
+
+async def test_one_reserve_for_one_unit_that_comes_back(crowds: Any, clock: TestClock) -> None:
+    """Q4: N waiters, one unit of budget comes back: one reserve that succeeds, no herd of N reserves."""
+    store = Counting(clock=clock)
+    crowd = await crowds(cents(10), store=store)
+    first = await crowd.comes("first")
+    waiting = [await crowd.comes(f"w{number}") for number in range(50)]
+    before = store.asked, store.granted
+    await first.leave()
+    assert (store.asked - before[0], store.granted - before[1]) == (1, 1)
+    for one in waiting[:-1]:
+        await one.leave()
+    assert (store.asked - before[0], store.granted - before[1]) == (50, 50)
+
+
+async def test_the_first_that_is_refused_asks_and_whoever_comes_behind_it_does_not(crowds: Any, clock: TestClock) -> None:
+    store = Counting(clock=clock)
+    crowd = await crowds(cents(10), store=store)
+    await crowd.comes("first")
+    for number in range(50):
+        await crowd.comes(f"w{number}")
+    assert store.asked == 2
+
+
+async def test_without_a_class_the_default_class_waits(crowds: Any, clock: TestClock) -> None:
+    """Q5: no class given: the policy's default class; never an error at call time."""
+    crowd = await crowds(cents(10), default_class="low")
+    first = await crowd.comes("first")
+    second = await crowd.brings("second", worth(10))
+    assert second.decision is None
+    await first.leave()
+    assert second.admitted
+    assert second.decision is not None
+    assert second.decision.task_class == "low"
+
+
+async def test_what_never_fits_does_not_stand_in_the_line(crowds: Any) -> None:
+    """Q6: a waiter whose estimate is larger than the whole cap is refused at once as never."""
+    crowd = await crowds(cents(10))
+    await crowd.comes("first")
+    large = await crowd.comes("large", 11)
+    assert large.decision is not None
+    assert (large.decision.served, large.decision.kind, large.decision.retry_after) == (False, "never", None)
+    assert (await crowd.bench.router.status()).waiting == ()
+
+
+async def test_a_child_never_resets_its_parent(crowds: Any) -> None:
+    """Q7: a child run's counter never resets its parent's."""
+    crowd = await crowds(cents(30, scope="run"), cents(20, scope=("run", "child"), name="child"))
+    labels = [{"run": "r", "child": child} for child in ("a", "b")]
+    parts = [await crowd.comes("a", 20, labels=labels[0]), await crowd.comes("b", 10, labels=labels[1])]
+    await parts[0].leave(cents=20)
+    await parts[1].leave(cents=10)
+    assert await crowd.bench.sums() == (0, 30 * CENT)
+    third = await crowd.comes("c", 1, labels={"run": "r", "child": "c"})
+    assert third.decision is not None
+    assert (third.decision.served, third.decision.cap and third.decision.cap.cap) == (False, "all")
+
+
+async def test_an_aged_head_blocks_only_those_whose_line_is_no_higher(crowds: Any, clock: TestClock) -> None:
+    """Q8: an aged batch waiter, whose class stops at 0.6, is at the head, 0.7 is used, an interactive task is admitted."""
+    batch = TaskClass("batch", priority=5, max_wait=600, ages_after=1, admit_at=0.6, when_expired="drop")
+    chat = TaskClass("chat", priority=0, max_wait=2, when_expired="retry_later")
+    crowd = await crowds(cents(100), classes=(batch, chat), default_class="chat")
+    await crowd.comes("used", 70, task_class="chat")
+    waiting = await crowd.comes("batch", 10, task_class="batch")
+    await clock.advance(100)  # by now it ranks above every interactive task
+    interactive = await crowd.comes("chat", 10, task_class="chat")
+    assert (interactive.admitted, waiting.decision) == (True, None)
+
+
+async def test_an_aged_head_goes_before_a_newcomer_of_higher_priority_with_the_same_line(crowds: Any, clock: TestClock) -> None:
+    aging = TaskClass("aging", priority=3, max_wait=600, ages_after=10, when_expired="drop")
+    crowd = await crowds(cents(10), classes=(aging, HIGH, LOW), default_class="low")
+    first = await crowd.comes("first")
+    old = await crowd.comes("old", task_class="aging")
+    await clock.advance(29)
+    young = await crowd.comes("young", task_class="high")
+    await clock.advance(2)  # four tenths of a minute: three places up, and older
+    late = await crowd.comes("late", task_class="high")
+    for one in (first, old, young, late):
+        await one.leave()
+    assert crowd.order == ["first", "old", "young", "late"]
+
+
+async def test_no_newcomer_of_equal_priority_overtakes_even_where_it_would_fit(crowds: Any) -> None:
+    crowd = await crowds(cents(10))
+    first = await crowd.comes("first", 6)
+    large = await crowd.comes("large", 8)
+    small = await crowd.comes("small", 1)
+    assert (large.decision, small.decision) == (None, None)
+    await first.leave()
+    assert crowd.order == ["first", "large", "small"]
+
+
+async def test_a_newcomer_that_does_not_wait_is_refused_rather_than_let_overtake(crowds: Any) -> None:
+    crowd = await crowds(cents(10))
+    await crowd.comes("first", 6)
+    await crowd.comes("large", 8, task_class="high")
+    small = await crowd.comes("small", 1, task_class="at once")
+    assert small.decision is not None
+    assert (small.decision.served, small.decision.kind, small.decision.retry_after) == (False, "busy", 1.0)
+
+
+async def test_a_newcomer_of_higher_priority_takes_what_a_lower_one_waits_for(crowds: Any) -> None:
+    crowd = await crowds(cents(10))
+    await crowd.comes("first", 6)
+    await crowd.comes("large", 8)
+    small = await crowd.comes("small", 1, task_class="high")
+    assert small.admitted
+
+
+async def test_a_user_at_the_daily_cap_never_blocks_another_user(crowds: Any) -> None:
+    user = Cap(usd="0.10", per="day", scope="user", name="user", admit_at=1)
+    crowd = await crowds(cents(30), user)
+    held = [await crowd.comes(name, labels={"user": name}) for name in ("alice", "carol", "dave")]
+    waits = await crowd.comes("alice again", labels={"user": "alice"})  # refused by her own cap and by the shared one
+    bob = await crowd.comes("bob", labels={"user": "bob"})  # by the shared one alone
+    await held[1].leave()
+    assert (waits.decision, bob.admitted) == (None, True)
+    await held[0].leave()
+    assert waits.admitted
+
+
+async def test_a_waiter_keeps_its_age_when_it_goes_on_to_another_line(crowds: Any) -> None:
+    user = Cap(usd="0.10", per=None, scope="user", name="user", admit_at=1)
+    crowd = await crowds(cents(20), user)
+    alice = await crowd.comes("alice", labels={"user": "alice"})
+    bob = await crowd.comes("bob", labels={"user": "bob"})
+    old = await crowd.comes("alice again", labels={"user": "alice"})
+    young = await crowd.comes("carol", labels={"user": "carol"})
+    await alice.leave()
+    assert crowd.order == ["alice", "bob", "alice again"]
+    await bob.leave()
+    assert crowd.order == ["alice", "bob", "alice again", "carol"]
+    assert (old.admitted, young.admitted) == (True, True)
+
+
+async def test_a_waiter_that_is_cancelled_is_gone_at_that_moment(crowds: Any) -> None:
+    crowd = await crowds(cents(10))
+    first = await crowd.comes("first")
+    gone = await crowd.comes("gone")
+    second = await crowd.comes("second")
+    gone.task.cancel()
+    await settle_down()
+    assert [line.depth for line in (await crowd.bench.router.status()).waiting] == [1]
+    await first.leave()
+    assert second.admitted
+
+
+async def test_the_tasks_own_deadline_ends_the_wait_when_it_is_sooner(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(10))
+    await crowd.comes("first")
+    hasty = await crowd.comes("hasty", deadline=3)
+    await clock.advance(3)
+    assert hasty.decision is not None
+    assert (hasty.decision.reason, hasty.decision.waited) == ("expired", 3.0)
+
+
+async def test_a_wait_that_is_over_is_answered_as_the_class_says(crowds: Any, clock: TestClock) -> None:
+    kept: list[tuple[str, datetime]] = []
+
+    class Keeper:
+        async def defer(self, task: Task, not_before: datetime) -> None:
+            kept.append((task.id, not_before))
+
+    answers = {
+        answer: TaskClass(answer, max_wait=5, when_expired=answer, review_downgrades=True)
+        for answer in ("downgrade", "retry_later", "defer", "drop")
+    }
+    strong = Cap(usd="0.10", per="hour", tiers={"strong"}, name="strong", admit_at=1)
+    crowd = await crowds(strong, classes=(*answers.values(), LOW), default_class="low", deferral=Keeper())
+    await crowd.comes("first")
+    waiting = {answer: await crowd.comes(answer, task_class=answer, id=answer) for answer in answers}
+    await clock.advance(5)
+    decided = {answer: one.decision for answer, one in waiting.items()}
+    shown = {
+        answer: (d.served, d.tier, d.reason, d.outcome, d.review, d.retry_after, d.waited) for answer, d in decided.items() if d
+    }
+    assert shown == {
+        "downgrade": (True, "cheap", "downgrade", "open", True, None, 5.0),
+        "retry_later": (False, None, "expired", "refused", False, 1.0, 5.0),
+        "defer": (False, None, "expired", "deferred", False, 1.0, 5.0),
+        "drop": (False, None, "expired", "dropped", False, None, 5.0),
+    }
+    assert kept == [("defer", datetime(2026, 8, 1, 0, 0, 6, tzinfo=UTC))]
+
+
+async def test_a_task_that_could_not_be_deferred_is_refused_and_says_so(crowds: Any, clock: TestClock) -> None:
+    class Broken:
+        async def defer(self, task: Task, not_before: datetime) -> None:
+            raise ConnectionError("no broker")
+
+    later = TaskClass("later", when_expired="defer")
+    crowd = await crowds(cents(10), classes=(later,), deferral=Broken())
+    await crowd.comes("first", task_class="later")
+    second = await crowd.comes("second", task_class="later")
+    assert second.decision is not None
+    assert (second.decision.outcome, second.decision.notes) == ("refused", ("it could not be deferred (ConnectionError)",))
+
+
+async def test_a_class_that_defers_needs_somebody_who_keeps_its_tasks(clock: TestClock) -> None:
+    policy = policy_of(None, classes=[TaskClass("later", when_expired="defer")])
+    with pytest.raises(PolicyError, match=r"class 'later' defers: give the router who keeps its tasks"):
+        Router(policy, MemoryStore(clock=clock))
+    with pytest.raises(PolicyError, match=r"deferral must have 'async def defer"):
+        Router(policy, MemoryStore(clock=clock), deferral=object())  # type: ignore[arg-type]
+
+
+async def test_closing_the_router_ends_every_waiter_with_a_decision(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(10))
+    first = await crowd.comes("first")
+    waiting = [await crowd.comes(f"w{number}") for number in range(3)]
+    closing = asyncio.create_task(crowd.bench.router.aclose())
+    await settle_down()
+    assert [one.decision.reason for one in waiting if one.decision is not None] == ["closed"] * 3
+    await first.leave()
+    await closing
+
+
+async def test_a_waiter_that_has_become_never_leaves_at_once(crowds: Any) -> None:
+    crowd = await crowds(cents(10))
+    await crowd.comes("first")
+    second = await crowd.comes("second")
+    policy = crowd.bench.router.policy
+    crowd.bench.router.policy = policy_of(None, cents(9), **CLASSES)
+    await settle_down()
+    assert second.decision is not None
+    assert (second.decision.served, second.decision.kind) == (False, "never")
+    crowd.bench.router.policy = policy
+
+
+async def test_a_cap_that_was_raised_lets_the_next_ones_in_without_a_herd(crowds: Any, clock: TestClock) -> None:
+    store = Counting(clock=clock)
+    crowd = await crowds(cents(10), store=store)
+    await crowd.comes("first")
+    waiting = [await crowd.comes(f"w{number}") for number in range(20)]
+    before = store.asked
+    crowd.bench.router.policy = policy_of(None, cents(30), **CLASSES)
+    await settle_down()
+    assert [one.admitted for one in waiting] == [True, True] + [False] * 18
+    assert store.asked - before == 2
+
+
+async def test_what_comes_above_the_bound_gets_its_answer_at_once(crowds: Any) -> None:
+    crowd = await crowds(cents(10), max_waiting=2)
+    await crowd.comes("first")
+    waiting = [await crowd.comes(f"w{number}") for number in range(3)]
+    assert [one.decision is None for one in waiting] == [True, True, False]
+    assert waiting[2].decision is not None
+    assert (waiting[2].decision.reason, waiting[2].decision.retry_after) == ("queue_full", 1.0)
+
+
+async def test_the_bytes_that_wait_are_bounded_too(crowds: Any) -> None:
+    crowd = await crowds(cents(10), max_waiting_bytes=20_000)
+    await crowd.comes("first")
+    fits = await crowd.brings("fits", chat("x" * 9000, output=5000))
+    large = await crowd.brings("large", chat("x" * 19000, output=5000))
+    assert fits.decision is None
+    assert large.decision is not None
+    assert large.decision.reason == "queue_full"
+
+
+async def test_hooks_hear_who_begins_to_wait_and_how_it_ends(crowds: Any, clock: TestClock) -> None:
+    heard: list[WaitEvent] = []
+
+    def broken(event: WaitEvent) -> None:
+        raise ValueError
+
+    crowd = await crowds(cents(10), hooks=(broken, heard.append))
+    first = await crowd.comes("first", id="first")
+    await crowd.comes("second", id="second")
+    await crowd.comes("third", id="third")
+    await clock.advance(2)
+    await first.leave()
+    await clock.advance(58)
+    assert [(event.what, event.task_id, event.cap, event.waited, event.waiting) for event in heard] == [
+        ("enqueue", "second", "all", 0.0, 1),
+        ("enqueue", "third", "all", 0.0, 2),
+        ("admit", "second", "all", 2.0, 2),
+        ("expire", "third", "all", 60.0, 0),
+    ]
+
+
+# Windows and the pace.
+
+
+async def test_a_window_that_turns_lets_waiters_in(crowds: Any, clock: TestClock) -> None:
+    until = TaskClass("until", max_wait="window", when_expired="drop")
+    crowd = await crowds(cents(10, per="hour"), classes=(until,))
+    first = await crowd.comes("first", task_class="until")
+    await first.leave(cents=10)
+    waits = await crowd.comes("waits", task_class="until")
+    await clock.advance(3599)
+    assert waits.decision is None
+    await clock.advance(3)
+    assert waits.admitted
+
+
+async def test_a_full_queue_does_not_go_out_in_one_spike_when_the_window_turns(crowds: Any, clock: TestClock) -> None:
+    until = TaskClass("until", max_wait="window", when_expired="drop")
+    crowd = await crowds(cents(60, per="hour"), classes=(until,))
+    first = await crowd.comes("first", 60, task_class="until")
+    await first.leave(cents=60)
+    waiting = [await crowd.comes(f"w{number}", 10, task_class="until") for number in range(6)]
+    await clock.advance(3600)
+    out = []
+    for _ in range(60):
+        await clock.advance(60)
+        for one in waiting:
+            if one.admitted and not one.task.done():
+                await one.leave(cents=10)
+        out.append(sum(one.admitted for one in waiting))
+    # One of six every ten minutes: never more than one ahead of the part of the window that is over.
+    assert [out[minute] for minute in (0, 10, 20, 30, 40, 50, 59)] == [1, 2, 3, 4, 5, 6, 6]
+
+
+async def test_several_routers_keep_one_pace_together(crowds: Any, clock: TestClock) -> None:
+    until = TaskClass("until", max_wait="window", when_expired="drop")
+    store = MemoryStore(clock=clock)
+    three = [await crowds(cents(60, per="hour"), classes=(until,), store=store) for _ in range(3)]
+    first = await three[0].comes("first", 60, task_class="until")
+    await first.leave(cents=60)
+    waiting = [await crowd.comes(f"w{number}", 10, task_class="until") for crowd in three for number in range(2)]
+    await clock.advance(3600)
+    out = []
+    for _ in range(62):
+        await clock.advance(60)
+        for one in waiting:
+            if one.admitted and not one.task.done():
+                await one.leave(cents=10)
+        out.append(sum(one.admitted for one in waiting))
+    for minute, number in enumerate(out[:60], start=1):
+        assert number <= 1 + minute / 10
+    assert out[-1] == 6
+
+
+async def test_a_drain_bucket_is_never_reported_as_the_cap_that_refused(crowds: Any, clock: TestClock) -> None:
+    until = TaskClass("until", max_wait="window", when_expired="retry_later")
+    soon = TaskClass("soon", priority=1, max_wait=5, when_expired="retry_later")
+    crowd = await crowds(cents(60, per="hour"), classes=(until, soon), default_class="until")
+    first = await crowd.comes("first", 60, task_class="until")
+    await first.leave(cents=60)
+    waiting = [await crowd.comes(f"w{number}", 10, task_class="until") for number in range(6)]
+    await clock.advance(3600)
+    await clock.advance(2)
+    behind = await crowd.comes("behind", 10, task_class="soon")
+    await clock.advance(6)
+    assert behind.decision is not None
+    assert behind.decision.cap is not None
+    assert (behind.decision.reason, behind.decision.cap.cap) == ("expired", "all")
+    assert {bucket.cap for bucket in (await crowd.bench.router.status()).buckets} == {"all"}
+    assert sum(one.admitted for one in waiting) == 1
+
+
+async def test_status_says_how_many_wait_for_what_and_for_how_long(crowds: Any, clock: TestClock) -> None:
+    until = TaskClass("until", max_wait="window", when_expired="drop")
+    crowd = await crowds(cents(60, per="hour"), classes=(until,))
+    first = await crowd.comes("first", 60, task_class="until")
+    await crowd.comes("w0", 10, task_class="until")
+    (line,) = (await crowd.bench.router.status()).waiting
+    assert (line.cap, line.task_class, line.depth, line.oldest, line.waits_for) == ("all", "until", 1, 0.0, "room")
+    await first.leave(cents=60)
+    await clock.advance(60)
+    (line,) = (await crowd.bench.router.status()).waiting
+    assert (line.waits_for, line.oldest) == ("window", 60.0)
+    assert line.expected == 59 * 60 + 600  # the rest of this hour, and its share of the next
+    assert str(line) == "1 of until wait for all: window, oldest 60 s, about 4140 s for a newcomer"
+
+
+async def test_budget_that_another_process_gives_back_is_seen_within_a_second(crowds: Any, clock: TestClock) -> None:
+    store = MemoryStore(clock=clock)
+    one, other = await crowds(cents(10), store=store), await crowds(cents(10), store=store)
+    first = await other.comes("first")
+    waits = await one.comes("waits")
+    await first.leave()
+    assert waits.decision is None
+    await clock.advance(1)
+    assert waits.admitted
+
+
+async def test_a_soft_cap_holds_nobody_up(crowds: Any) -> None:
+    crowd = await crowds(Cap(usd="0.01", per="hour", soft=True, name="all"))
+    assert [(await crowd.comes(f"w{number}")).admitted for number in range(3)] == [True] * 3
