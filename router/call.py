@@ -158,7 +158,7 @@ class Call:
         self._billed[self.metered] = self._billed.get(self.metered, Amounts()) + amounts
 
     def actual(self) -> tuple[Charge, ...]:
-        """Return the charges to settle: what was billed, and 0 where nothing was, so that the answer says how all stand then."""
+        """Return the charges to settle; 0 where nothing was billed, so that the answer says how every bucket stands then."""
         return charges_of(self.slots, {tier: self._billed.get(tier, Amounts()) for tier in self._touched})
 
     def spent(self) -> int:

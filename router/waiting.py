@@ -399,7 +399,7 @@ class Lines:
         bucket = Bucket(name, tree=slot.bucket.tree, starts=window.starts, ends=window.ends)
         line.turn(Slot(slot.cap, bucket, slot.limit, slot.line, slot.scope, window.name))
         self._name(line)
-        line.opens = now + round(1000 * JITTER * self._jitter())
+        line.opens = (window.starts or now) + round(1000 * JITTER * self._jitter())
         self._look_at(line, line.opens)
 
     def _learn(self, line: Line, balance: Balance) -> None:
