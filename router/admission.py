@@ -88,8 +88,6 @@ class Admission:
         """
         call = self._call
         usage = actual if isinstance(actual, Usage) else usage_of(actual)
-        if usage is None and actual is not None:
-            usage = usage_of({"usage": actual})
         if usage is None:
             raise ValueError(
                 f"settle() takes a Usage or a reply that has one, not a {type(actual).__name__} without usage; "

@@ -137,7 +137,7 @@ class Settler:
         Calls that are open still settle when they end, if the loop lives that long; else their leases end.
         """
         for call in tuple(self._open.values()):
-            if call.hang_up is not None:
+            if call.hang_up is not None and call.outcome == "open":
                 call.hang_up()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
@@ -159,6 +159,18 @@ class Settler:
             )
 
     async def _conclude(self, call: Call, first: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
+        balances: tuple[Balance, ...] = ()
+        try:
+            charges = await self._count(call, first)
+            if self._draining is None:  # else the store is away, and this one goes out in its turn
+                balances = await self._write(call.id, charges)
+        except StoreUnavailable:
+            self._drain_soon()
+        finally:
+            self._observer.concluded(call, balances)
+
+    async def _count(self, call: Call, first: Callable[[], Coroutine[Any, Any, None]] | None) -> tuple[Charge, ...]:
+        """Return what a call is settled at, and put it where the store will find it."""
         try:
             if first is not None:
                 await first()
@@ -173,14 +185,7 @@ class Settler:
             self._open.pop(call.id, None)
             self._backlog[call.id] = charges
             self._observer.counted(call)
-        balances: tuple[Balance, ...] = ()
-        try:
-            if self._draining is None:  # else the store is away, and this one goes out in its turn
-                balances = await self._write(call.id, charges)
-        except StoreUnavailable:
-            self._drain_soon()
-        finally:
-            self._observer.concluded(call, balances)
+        return charges
 
     async def _write(self, id: str, charges: tuple[Charge, ...]) -> tuple[Balance, ...]:
         """Settle one id. Only a store that did not take it leaves it where it waits."""

@@ -10,7 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Self, cast
 
 from stores import _ops
-from stores._books import check_lease, check_options
+from stores._books import check_lease, check_limit, check_options
 from stores._ops import Op, Outcome, Outcomes
 from stores.base import Balance, Bucket, Charge, Health, Hold, LeaseEnd, Settlement, Verdict, safe_name, tree_key
 from stores.batching import Batcher
@@ -26,6 +26,7 @@ class BatchedStore(ABC):
         self._batcher: Batcher[Op, Outcome] = Batcher(
             self._carry_out, store=self.name, size=batch, in_flight=in_flight, timeout=timeout, limit=waiting
         )
+        self._closing: asyncio.Task[None] | None = None
 
     @abstractmethod
     async def _carry_out(self, ops: Sequence[Op]) -> Outcomes:
@@ -39,7 +40,7 @@ class BatchedStore(ABC):
         self, id: str, options: Sequence[Sequence[Charge]], *, lease: int, on_lease_end: LeaseEnd = "release"
     ) -> Verdict:
         """See `BudgetStore.reserve`."""
-        check_lease(lease)
+        check_lease(lease, on_lease_end)
         check_options(id, options)
         op = _ops.Reserve(id, tuple(tuple(charges) for charges in options), lease, on_lease_end)
         try:
@@ -90,6 +91,7 @@ class BatchedStore(ABC):
 
     async def holds(self, *, tree: str = "", limit: int = 1000) -> tuple[Hold, ...]:
         """See `BudgetStore.holds`."""
+        check_limit(limit)
         return cast(tuple[Hold, ...], await self._batcher.put(_ops.Holds(safe_name(tree), limit)))
 
     async def credit(self, id: str, charges: Sequence[Charge]) -> Settlement:
@@ -113,6 +115,13 @@ class BatchedStore(ABC):
 
     async def aclose(self) -> None:
         """See `BudgetStore.aclose`."""
+        # In a task of its own: a caller that is cancelled meanwhile leaves no thread and no connection behind.
+        loop, closing = asyncio.get_running_loop(), self._closing
+        if closing is None or closing.cancelled() or closing.get_loop() is not loop:
+            closing = self._closing = loop.create_task(self._end(), name=f"{self.name} store closing")
+        await asyncio.shield(closing)
+
+    async def _end(self) -> None:
         await self._batcher.aclose()
         await self._close()
 

@@ -79,7 +79,7 @@ class Books:
     # What the contract's methods do.
 
     def reserve(self, now: int, id: str, options: Sequence[Charges], lease: int, on_lease_end: LeaseEnd) -> Verdict:
-        check_lease(lease)
+        check_lease(lease, on_lease_end)
         check_options(id, options)
         if now >= self._wake:
             self.sweep(now)
@@ -112,7 +112,8 @@ class Books:
                 balances = []
                 for charge in charges:
                     account = accounts.get(charge.bucket.key) or self._account(charge.bucket, now)
-                    account.written = now
+                    if account.written < now:  # noqa: PLR1730 (max() is dear on the hot path)
+                        account.written = now
                     account.held += charge.amount
                     sums = account.bucket, account.held, account.spent, account.lost, account.credited, None
                     balances.append(_new(Balance, sums))
@@ -154,7 +155,8 @@ class Books:
         balances = []
         for had, charge in zip(known.charges, charges):  # noqa: B905
             account = accounts.get(had.bucket.key) or self._account(had.bucket, now)
-            account.written = now
+            if account.written < now:  # noqa: PLR1730
+                account.written = now
             account.held -= had.amount
             account.spent += charge.amount
             lease_ends = self._next_end if account.held else None
@@ -220,6 +222,7 @@ class Books:
         return tuple(self._balance(bucket) for bucket in buckets)
 
     def holds(self, now: int, tree: str, limit: int) -> tuple[Hold, ...]:
+        check_limit(limit)
         self.sweep(now)
         found = [
             Hold(id, "held" if entry.ended is None else "expired", entry.charges, entry.lease_ends, entry.on_lease_end)
@@ -309,8 +312,10 @@ class Books:
     def _end_lease(self, id: str, entry: Entry, now: int) -> None:
         entry.ended = now
         self._take(entry.charges, -1, now)
+        # An id that a clock ahead of ours made is known until it is old by its own moment, and may undo this until then.
+        known = max(now, born(id))
         for charge in entry.charges:
-            account = self._account(charge.bucket, now)
+            account = self._account(charge.bucket, known)
             account.lost += charge.amount
             if entry.on_lease_end == "charge":
                 account.spent += charge.amount
@@ -357,7 +362,7 @@ class Books:
         if account is None:
             account = self.accounts[bucket.key] = Account(bucket, now)
             heappush(self._due, (forget_at(account), bucket.key))
-        account.written = now
+        account.written = max(account.written, now)
         return account
 
     def _take(self, charges: Charges, sign: int, now: int) -> None:
@@ -404,10 +409,18 @@ def check_options(id: str, options: Sequence[Charges]) -> None:
                 raise InvalidCharge(f"{id}: bucket {charge.bucket.name!r} lies in another tree than the id names")
 
 
-def check_lease(lease: int) -> None:
-    """Refuse a lease that is no length of time. Raises `InvalidCharge`."""
+def check_lease(lease: int, on_lease_end: LeaseEnd = "release") -> None:
+    """Refuse a lease that is no length of time, or an end that is none. Raises `InvalidCharge`."""
+    if on_lease_end not in ("release", "charge"):
+        raise InvalidCharge(f"on_lease_end must be 'release' or 'charge', not {on_lease_end!r}")
     if type(lease) is not int or not 0 < lease <= RETENTION_WINDOWLESS:
         raise InvalidCharge(f"a lease must be a whole number of milliseconds from 1 to 30 days, not {lease!r}")
+
+
+def check_limit(limit: int) -> None:
+    """Refuse a number of holds to list that is none. Raises `InvalidCharge`."""
+    if type(limit) is not int or not 0 <= limit <= 1_000_000:
+        raise InvalidCharge(f"the limit of a list of holds must be a whole number from 0 to 1,000,000, not {limit!r}")
 
 
 def forget_at(account: Account) -> int:

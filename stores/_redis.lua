@@ -16,6 +16,7 @@
 
 local RETENTION, RETENTION_WINDOWLESS, AHEAD, MARK = 86400000, 2592000000, 60000, 604800000
 local GRACE = 60000 -- a bucket outlives the records that may still change it
+local IDLE = 86400000 -- and the epoch its buckets
 local SWEEP = 100 -- leases ended in one run: about 2 ms of the server's time when each holds five buckets
 local EXACT = 9007199254740992 -- 2^53
 local ROOM = 2305843009213693952 -- 2^61: whatever moves between the four sums of a bucket, none overflows 2^63
@@ -295,6 +296,8 @@ local function write_zset(key, members)
   return ins > 0
 end
 
+local longest = RETENTION_WINDOWLESS -- for how long a bucket is kept at most
+
 local function write_bucket(key, b)
   if b.meta and not b.kept then
     call("HSET", key, "m", b.meta)
@@ -319,11 +322,9 @@ local function write_bucket(key, b)
     ends = tonumber(match(b.meta, "^%S+ (%d+)"))
   end
   -- A length of time and no moment: the server's clock need not be the store's.
-  if ends then
-    call("PEXPIRE", key, digits(max(ends - now, 0) + RETENTION + GRACE))
-  else
-    call("PEXPIRE", key, digits(RETENTION_WINDOWLESS))
-  end
+  local keep = ends and max(ends - now, 0) + RETENTION + GRACE or RETENTION_WINDOWLESS
+  longest = max(longest, keep)
+  call("PEXPIRE", key, digits(keep))
 end
 
 local written = false
@@ -340,6 +341,11 @@ local function write()
     if b.dirty then
       write_bucket(key, b)
     end
+  end
+  if epoch[1] then
+    call("PEXPIRE", epoch_key, digits(longest + IDLE), "GT") -- a tree that nobody uses any more leaves nothing behind
+  else
+    call("PEXPIRE", epoch_key, digits(longest + IDLE))
   end
   local held, size = {}, 0
   local this_moment, now_text, keep_text = format("%012x", now), digits(now), digits(RETENTION + 1)

@@ -65,7 +65,7 @@ class Wire:
         trees: dict[str, list[int]] = {}
         alone: list[Run] = []
         for index, op in enumerate(ops):
-            tree = _tree_of(op)
+            tree = tree_of(op)
             if isinstance(op, Holds):
                 alone.append(self._run(tree, (op,), (index,)))
             else:
@@ -214,7 +214,7 @@ class _Writer:
         return number
 
 
-def _tree_of(op: Op) -> str:
+def tree_of(op: Op) -> str:
     if isinstance(op, Reserve | Extend | Settle | Credit):
         return op.id[:-33]
     if isinstance(op, Renew):
@@ -240,7 +240,7 @@ def _text(value: Any) -> str:
 def _outcome(op: Op, answer: Sequence[Any], header: Header) -> Outcome:
     word = _text(answer[0])
     if word == "rolled back":
-        return StoreRolledBack("redis", _name_of(_tree_of(op)))
+        return StoreRolledBack("redis", _name_of(tree_of(op)))
     match op:
         case Reserve():
             return _verdict(word, op.id, op.options, answer, header)

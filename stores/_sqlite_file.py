@@ -26,8 +26,6 @@ from stores.errors import StoreError, StoreRolledBack, StoreUnavailable
 Late: TypeAlias = Callable[[], bool]
 
 APPLICATION_ID = 0x62756467  # "budg": tells our files from other programs'
-FORMAT = 1
-"""The version of the tables, in `PRAGMA user_version`."""
 
 CLIENT_KEPT = 7 * 24 * 60 * 60 * 1000
 """How long a client's last write is kept, in milliseconds. Who comes back later notices less of a roll-back."""
@@ -36,15 +34,19 @@ _CHECKPOINT_EVERY = 128  # transactions of all processes together: a WAL of some
 _FORGET_CLIENTS_EVERY = 256
 _BUSY = 0.05  # seconds; SQLite's own wait for a lock, after which we look whether we are late
 
-_CREATE = (
-    f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {FORMAT}",
-    """CREATE TABLE meta (
-        epoch TEXT NOT NULL, writes INTEGER NOT NULL, accepted INTEGER NOT NULL, suspect INTEGER NOT NULL,
-        time INTEGER NOT NULL)""",
-    "CREATE TABLE client (id TEXT PRIMARY KEY, writes INTEGER NOT NULL, at INTEGER NOT NULL) WITHOUT ROWID",
-    *SCHEMA,
+_STEPS: tuple[tuple[str, ...], ...] = (
+    (
+        f"PRAGMA application_id = {APPLICATION_ID}",
+        """CREATE TABLE meta (
+            epoch TEXT NOT NULL, writes INTEGER NOT NULL, accepted INTEGER NOT NULL, suspect INTEGER NOT NULL,
+            time INTEGER NOT NULL)""",
+        "INSERT INTO meta VALUES (lower(hex(randomblob(8))), 0, 0, 0, 0)",
+        "CREATE TABLE client (id TEXT PRIMARY KEY, writes INTEGER NOT NULL, at INTEGER NOT NULL) WITHOUT ROWID",
+        *SCHEMA,
+    ),
 )
+"""What makes each format of the tables from the one before, the first from an empty file. `PRAGMA user_version` is how many
+steps a file has behind it. To change the tables, add a step: one that was released is never touched again."""
 
 _WHY = {
     sqlite3.SQLITE_BUSY: "another program kept it locked for the whole time limit",
@@ -151,6 +153,7 @@ class BooksFile:
     # The state of the file.
 
     def _read_meta(self, db: sqlite3.Connection) -> _Meta:
+        self._version(db)  # a newer release may have changed the tables since this one opened the file
         row = db.execute(
             "SELECT epoch, meta.writes, accepted, suspect, time, ifnull(client.writes, 0), ifnull(at, 0)"
             " FROM meta LEFT JOIN client ON client.id = ?",
@@ -232,23 +235,32 @@ class BooksFile:
         return db
 
     def _make_ours(self, db: sqlite3.Connection) -> None:
-        """Make the tables in an empty file; refuse a file that is not ours, before anything in it is changed."""
+        """Bring an empty file, or one of an older release, to our format; refuse one that is not ours before it is changed."""
         (application,) = db.execute("PRAGMA application_id").fetchone()
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        if application == APPLICATION_ID:
-            if version > FORMAT:
-                raise StoreUnavailable(
-                    "sqlite", f"{self._path}: a newer release wrote it (format {version}, this one knows {FORMAT}); upgrade"
-                )
+        version = self._version(db) if application == APPLICATION_ID else 0
+        if version == len(_STEPS):
             return
-        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
-        if application or version or tables:
-            raise StoreUnavailable("sqlite", f"{self._path}: it belongs to another program; give the store a file of its own")
+        if application != APPLICATION_ID:
+            found = db.execute("SELECT count(*) FROM sqlite_master").fetchone() + db.execute("PRAGMA user_version").fetchone()
+            if application or any(found):
+                raise StoreUnavailable(
+                    "sqlite", f"{self._path}: it belongs to another program; give the store a file of its own"
+                )
         db.execute("BEGIN IMMEDIATE")
-        for statement in _CREATE:
-            db.execute(statement)
-        db.execute("INSERT INTO meta VALUES (?, 0, 0, 0, 0)", (secrets.token_hex(8),))
+        for step in _STEPS[version:]:
+            for statement in step:
+                db.execute(statement)
+        db.execute(f"PRAGMA user_version = {len(_STEPS)}")
         db.execute("COMMIT")
+
+    def _version(self, db: sqlite3.Connection) -> int:
+        """Return the format of a file of ours. Raises `StoreUnavailable` for one that this release does not know."""
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        if version > len(_STEPS):
+            raise StoreUnavailable(
+                "sqlite", f"{self._path}: a newer release wrote it (format {version}, this one knows {len(_STEPS)}); upgrade"
+            )
+        return int(version)
 
     def _delete_stale_wal(self) -> None:
         """Delete a WAL whose file was deleted or replaced: SQLite would play it into the file that is there now.

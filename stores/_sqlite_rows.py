@@ -36,7 +36,7 @@ MOST_ENDED = 1000
 """How many leases one transaction ends at most; more are ended by further transactions, before anything else is done."""
 
 MOST_FORGOTTEN = 200
-"""How many rows of a kind one transaction forgets at most: more than it can write, so that the file stops growing."""
+"""How many rows of a kind one transaction forgets at most, or twice as many as it wrote: so the file stops growing."""
 
 MakeBucket: TypeAlias = Callable[[str, str, int | None, int | None], Bucket]
 
@@ -58,6 +58,7 @@ class Rows:
     def __init__(self, db: sqlite3.Connection, now: int, bucket: MakeBucket) -> None:
         self.books = Books()
         self.changed = False
+        self._written = 0
         self._db = db
         self._now = now
         self._bucket = bucket
@@ -119,20 +120,21 @@ class Rows:
             )
         if entries:
             self._db.executemany("REPLACE INTO entry VALUES (?, ?, ?, ?, ?, ?, ?, ?)", entries)
-        self.changed = self.changed or bool(accounts or entries)
+        self._written += max(len(accounts), len(entries))
+        self.changed = self._written > 0
 
     def forget(self) -> None:
         """Delete some of the rows that are past their retention."""
-        now, db = self._now, self._db
-        db.execute("DELETE FROM entry WHERE id IN (SELECT id FROM entry WHERE keep_until < ? LIMIT ?)", (now, MOST_FORGOTTEN))
+        now, db, most = self._now, self._db, max(MOST_FORGOTTEN, 2 * self._written)
+        db.execute("DELETE FROM entry WHERE id IN (SELECT id FROM entry WHERE keep_until < ? LIMIT ?)", (now, most))
         db.execute(
             "DELETE FROM account WHERE key IN (SELECT key FROM account WHERE ends < ?1 AND written < ?1 AND held = 0 LIMIT ?2)",
-            (now - RETENTION, MOST_FORGOTTEN),
+            (now - RETENTION, most),
         )
         db.execute(
             "DELETE FROM account WHERE key IN"
             " (SELECT key FROM account WHERE ends IS NULL AND written < ? AND held = 0 LIMIT ?)",
-            (now - RETENTION_WINDOWLESS, MOST_FORGOTTEN),
+            (now - RETENTION_WINDOWLESS, most),
         )
 
     def holds(self, tree: str, limit: int) -> tuple[Hold, ...]:

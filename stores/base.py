@@ -300,7 +300,7 @@ class BudgetStore(Protocol):
         ...
 
     async def holds(self, *, tree: str = "", limit: int = 1000) -> tuple[Hold, ...]:
-        """List at most `limit` ids of a tree that are held or expired, those whose lease ends first first."""
+        """List at most `limit` (0 to 1,000,000) ids of a tree that are held or expired, those whose lease ends first first."""
         ...
 
     async def credit(self, id: str, charges: Sequence[Charge]) -> Settlement:

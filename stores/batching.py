@@ -6,6 +6,7 @@ While a batch is under way, what arrives is gathered and sent as the next one. O
 from __future__ import annotations
 
 import asyncio
+import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -52,6 +53,7 @@ class Batcher(Generic[Item, Answer]):
         self._places: deque[_Place[Item, Answer]] = deque()
         self._batches: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = 0
         self._flush_soon = False
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
@@ -67,7 +69,7 @@ class Batcher(Generic[Item, Answer]):
         if self._loop is not loop:
             if self._loop is not None:
                 raise StoreUnavailable(self._store, "it belongs to another event loop; make one store per loop")
-            self._loop = loop
+            self._loop, self._pid = loop, os.getpid()
         if self._closed:
             raise StoreUnavailable(self._store, "it was closed")
         if len(self._places) >= self._limit:
@@ -83,12 +85,23 @@ class Batcher(Generic[Item, Answer]):
         return future
 
     async def aclose(self) -> None:
-        """Take nothing more, and wait until all that was taken is answered."""
-        self._closed = True
-        if self._loop is not asyncio.get_running_loop():
-            # Never used, or used in a loop that is gone (or that a fork left behind), and its callers with it.
-            self._places.clear()
+        """Take nothing more, and wait until all that was taken is answered.
+
+        Raises `StoreUnavailable` while the loop that it belongs to runs in another thread: only there can they be answered.
+        """
+        loop = self._loop
+        if loop is not None and loop is not asyncio.get_running_loop():
+            if loop.is_running() and self._pid == os.getpid():
+                raise StoreUnavailable(self._store, "it belongs to an event loop that runs in another thread; close it there")
+            self._closed = True
+            # That loop is closed, and its callers with it; or it stands still; or a fork left it behind.
+            while self._places:
+                future = self._places.popleft().future
+                if not (future.done() or loop.is_closed()):
+                    future.set_exception(StoreUnavailable(self._store, "it was closed"))
+                    future.exception()
             return
+        self._closed = True
         self._flush()
         while self._batches:
             await asyncio.wait(self._batches)
@@ -114,6 +127,8 @@ class Batcher(Generic[Item, Answer]):
         try:
             async with asyncio.timeout_at(batch[0].deadline):
                 answers = await self._send([place.item for place in batch])
+            if len(answers) != len(batch):
+                raise StoreUnavailable(self._store, f"it gave {len(answers)} answers to {len(batch)} calls")
         except TimeoutError:
             answers = [self._late() for _ in batch]
         except Exception as error:  # noqa: BLE001 (it belongs to the callers, who all wait for this batch)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
+from asyncio import get_running_loop
 from collections.abc import Callable, Collection, Sequence
 from typing import Self
 
@@ -18,7 +20,8 @@ class MemoryStore:
     """Count in this process. What it knows ends with the process; nobody else sees it.
 
     `clock` returns milliseconds since the epoch (default: this machine's clock). It may jump back: the store's time stands
-    still until the clock has caught up. After `aclose` every method raises `StoreUnavailable`.
+    still until the clock has caught up. After `aclose`, and in another event loop than the first that used it, every method
+    raises `StoreUnavailable`.
     """
 
     def __init__(self, *, clock: Callable[[], int] | None = None) -> None:
@@ -28,11 +31,14 @@ class MemoryStore:
         self._epoch = secrets.token_hex(8)
         self._writes = 0
         self._closed = False
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def __repr__(self) -> str:
         return f"<MemoryStore buckets={len(self._books.accounts)} ids={len(self._books.entries)}>"
 
     def _now(self) -> int:
+        if self._loop is not get_running_loop():
+            self._belong(get_running_loop())
         if self._closed:
             raise StoreUnavailable("memory", "it was closed")
         self._writes += 1
@@ -41,6 +47,12 @@ class MemoryStore:
             return self._time
         self._time = now
         return now
+
+    def _belong(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Belong to the first loop. One in another thread would meet half a change; behind a fork it would count apart."""
+        if self._loop is not None:
+            raise StoreUnavailable("memory", "it belongs to another event loop; make one store per loop")
+        self._loop = loop
 
     async def reserve(
         self, id: str, options: Sequence[Sequence[Charge]], *, lease: int, on_lease_end: LeaseEnd = "release"

@@ -12,6 +12,7 @@ import json
 import logging
 import secrets
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,8 +20,10 @@ from importlib.resources import files
 from typing import Any, TypeAlias, cast
 
 from stores._batched import BatchedStore
+from stores._lanes import Lanes
 from stores._ops import Balances, Check, Holds, Op, Outcome, Outcomes
-from stores._redis_wire import Header, Run, Wire
+from stores._redis_wire import Header, Run, Wire, tree_of
+from stores.batching import Batcher
 from stores.errors import StoreUnavailable
 
 try:
@@ -28,7 +31,9 @@ try:
     from redis.asyncio.retry import Retry
     from redis.backoff import NoBackoff
     from redis.exceptions import (
+        AskError,
         BusyLoadingError,
+        ClusterError,
         MaxConnectionsError,
         NoScriptError,
         OutOfMemoryError,
@@ -44,6 +49,12 @@ except ImportError as error:
 __all__ = ["RedisStore"]
 
 Client: TypeAlias = "Redis | RedisCluster"
+
+KNOWN_KEPT = 30 * 24 * 60 * 60
+"""For how long, in seconds, a client relies on what it saw of a tree; the server keeps the epoch for a day more, at least."""
+
+MOST_KNOWN = 10_000
+"""Of how many trees a client remembers what it saw: of those that it used last."""
 
 MARK_KEPT = 6 * 24 * 60 * 60
 """For how long, in seconds, a client may rely on the mark of its last write; the script keeps it for a day more."""
@@ -74,42 +85,84 @@ class RedisStore(BatchedStore):
         super().__init__(timeout=timeout, batch=100, in_flight=2, waiting=100_000)
         self._own = isinstance(client_or_url, str)
         self._client: Any = _connect(client_or_url) if isinstance(client_or_url, str) else _checked(client_or_url)
+        self._in_cluster = isinstance(self._client, RedisCluster)
+        if self._in_cluster:
+
+            def lane() -> Batcher[Op, Outcome]:
+                return Batcher(self._carry_out, store="redis", size=100, in_flight=2, timeout=timeout, limit=100_000)
+
+            self._batcher = Lanes(lane, lambda op: self._server_of(tree_of(op)))
         self._namespace = namespace
         self._timeout = timeout
         self._clock = clock
         self._wire = Wire(namespace)
         self._script = files("stores").joinpath("_redis.lua").read_text("utf-8")
         self._sha = hashlib.sha1(self._script.encode()).hexdigest()  # noqa: S324 (the name that the server gives it)
-        self._trees: dict[str, _Known] = {}
-        self._under_way: set[asyncio.Task[Any]] = set()
+        self._trees: OrderedDict[str, _Known] = OrderedDict()
+        self._under_way: dict[asyncio.Task[Any], Sequence[Op]] = {}
         self._mark = secrets.token_hex(8)
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._keeps = False
+        self._keep: set[str] = set()
+        """The servers that were seen not to evict."""
 
     def __repr__(self) -> str:
         return f"<RedisStore namespace={self._namespace!r}>"
 
     async def _carry_out(self, ops: Sequence[Op]) -> Outcomes:
         self._loop = asyncio.get_running_loop()
-        before, this = self._under_way.copy(), cast(asyncio.Task[Any], asyncio.current_task())
-        self._under_way.add(this)
+        this = cast(asyncio.Task[Any], asyncio.current_task())
+        before = self._before(ops)
+        self._under_way[this] = ops
         try:
-            if before and any(isinstance(op, Balances | Holds | Check) for op in ops):
+            if before:
                 # Two batches may be under way, on two connections. Writes may overtake each other, since an id's states
                 # bear any order; who reads, sees all that this store was asked before.
                 await asyncio.wait(before)
-            if not self._keeps:
-                await self._refuse_eviction()
-            try:
-                return await self._run(ops)
-            except RedisConnectionError:
-                # Most often the server closed a connection that lay idle, and the next one works. Whatever was carried out
-                # already is known by its id.
-                return await self._run(ops)
+            return await (self._run_in_cluster(ops) if self._in_cluster else self._run_here(ops))
         except _FOREIGN as error:
             raise _unavailable(error) from error
         finally:
-            self._under_way.discard(this)
+            del self._under_way[this]
+
+    def _before(self, ops: Sequence[Op]) -> list[asyncio.Task[Any]]:
+        """Return the batches under way that ask about a tree that this one reads."""
+        trees = {tree_of(op) for op in ops if isinstance(op, Balances | Holds | Check)} if self._under_way else ()
+        return [task for task, others in self._under_way.items() if trees and any(tree_of(op) in trees for op in others)]
+
+    async def _run_here(self, ops: Sequence[Op]) -> Outcomes:
+        if not self._keep:
+            await self._refuse_eviction("", {})
+        try:
+            return await self._run(ops)
+        except RedisConnectionError:
+            # Most often the server closed a connection that lay idle, and the next one works. Whatever was carried out
+            # already is known by its id.
+            return await self._run(ops)
+
+    async def _run_in_cluster(self, ops: Sequence[Op]) -> Outcomes:
+        """Run them on the server of their lane; when it does not answer, ask the cluster who has taken its place."""
+        await self._client.initialize()
+        tree = tree_of(ops[0])
+        server = self._server_of(tree)
+        try:
+            # A call that we end is not a failure to the client: by itself it would go on asking the server that hangs.
+            async with asyncio.timeout(self._timeout / 2):
+                if server not in self._keep:
+                    await self._refuse_eviction(
+                        server, {"target_nodes": self._client.get_node_from_key(self._wire.prefix(tree))}
+                    )
+                return await self._run(ops)
+        except (RedisConnectionError, TimeoutError):
+            await self._client.nodes_manager.initialize(last_failed_node_name=server)
+            return await self._run(ops)
+
+    def _server_of(self, tree: str) -> str:
+        """Return the server of a cluster that has a tree, as far as the client knows it."""
+        try:
+            node = self._client.get_node_from_key(self._wire.prefix(tree))
+        except RedisClusterException:
+            return ""
+        return str(node.name)
 
     async def _run(self, ops: Sequence[Op]) -> Outcomes:
         outcomes: list[Outcome] = [None] * len(ops)
@@ -153,12 +206,23 @@ class RedisStore(BatchedStore):
         pipeline = self._client.pipeline(transaction=False)
         for call in calls:
             pipeline.execute_command(command, script, *call, **_AS_IT_IS)
-        return list(await pipeline.execute(raise_on_error=False))
+        replies = list(await pipeline.execute(raise_on_error=False))
+        for reply in replies:
+            if isinstance(reply, RedisConnectionError):  # of a cluster's pipeline, which takes it for an answer
+                raise reply
+        return replies
 
     def _arguments(self, run: Run) -> list[str]:
         prefix = self._wire.prefix(run.tree)
         keys = [f"{prefix}e", f"{prefix}l", f"{prefix}x", f"{prefix}c:{self._mark}", *run.ids, *run.buckets]
+        if self._in_cluster:
+            # A key that never exists: while a slot moves key by key, either side refuses a run that names a key it lacks
+            # (TRYAGAIN). Else the new side would carry it out though records that nobody can name are not there yet.
+            keys.append(f"{prefix}-")
         known = self._trees.get(run.tree)
+        if known is not None and time.monotonic() - known.at > KNOWN_KEPT:
+            del self._trees[run.tree]
+            known = None
         head: list[str | int | bool] = [secrets.token_hex(8)]
         head += (False, 0, 0, 0) if known is None else (known.epoch, known.seen, known.accepted, known.acknowledged)
         head += (False if self._clock is None else self._clock(), len(run.ids), len(run.buckets))
@@ -170,32 +234,33 @@ class RedisStore(BatchedStore):
         known = self._trees.get(tree)
         if known is None or header.accepted > known.accepted:
             self._trees[tree] = _Known(header.epoch, header.writes, header.accepted, time.monotonic())
+            while len(self._trees) > MOST_KNOWN:
+                self._trees.popitem(last=False)
         elif header.epoch == known.epoch and header.writes > known.seen:
             known.seen, known.at = header.writes, time.monotonic()
+            self._trees.move_to_end(tree)
         # Else the server is not what it was, and until somebody accepts that, what this client saw is the evidence.
 
-    async def _refuse_eviction(self) -> None:
-        for memory in await self._memory():
-            policy = str(memory.get("maxmemory_policy", memory.get("maxmemory-policy", "noeviction")))
-            if int(memory.get("maxmemory", 0)) and policy != "noeviction":
-                raise StoreUnavailable(
-                    "redis",
-                    f"its maxmemory-policy {policy} may evict what was counted; set maxmemory-policy to noeviction, "
-                    "or keep budgets in a server of their own",
-                )
-        self._keeps = True
+    async def _refuse_eviction(self, server: str, where: Mapping[str, Any]) -> None:
+        memory = await self._memory(where)
+        policy = str(memory.get("maxmemory_policy", memory.get("maxmemory-policy", "noeviction")))
+        if int(memory.get("maxmemory", 0)) and policy != "noeviction":
+            raise StoreUnavailable(
+                "redis",
+                f"its maxmemory-policy {policy} may evict what was counted; set maxmemory-policy to noeviction, "
+                "or keep budgets in a server of their own",
+            )
+        self._keep.add(server)
 
-    async def _memory(self) -> list[Mapping[str, Any]]:
-        """Return what each server says of its memory, or nothing when it does not say."""
-        everywhere = {"target_nodes": "primaries"} if isinstance(self._client, RedisCluster) else {}
+    async def _memory(self, where: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return what a server says of its memory, or nothing when it does not say."""
         for ask, what in ((self._client.info, "memory"), (self._client.config_get, "maxmemory*")):
             with suppress(ResponseError):
-                answer: Mapping[str, Any] = await ask(what, **everywhere)
-                found = list(answer.values()) if everywhere else [answer]
-                if all("maxmemory" in memory for memory in found):
-                    return found
+                memory: Mapping[str, Any] = await ask(what, **where)
+                if "maxmemory" in memory:
+                    return memory
         _log.warning("the redis store may ask neither INFO nor CONFIG: make sure that maxmemory-policy is noeviction")
-        return []
+        return {}
 
     async def _close(self) -> None:
         # In another loop, or behind a fork, the connections are not ours to touch: they would be torn from under their owner.
@@ -261,6 +326,10 @@ def _unavailable(error: Exception) -> StoreUnavailable:
             why = "it is still loading its data"
         case MaxConnectionsError():
             why = "the client has no connection left; give it a larger pool, or give the store an address"
+        case AskError():  # and MovedError, which is one
+            why = "it is one server of a cluster; give the store a redis.asyncio.RedisCluster"
+        case ClusterError() if not isinstance(error, ResponseError):  # redis-py was sent to and fro until it gave up
+            why = "the keys of this tree are on their way to another server of the cluster"
         case RuntimeError():
             why = f"its client does not work here, perhaps it belongs to another event loop ({error})"
         case _:

@@ -21,8 +21,11 @@ from urllib.parse import parse_qs, quote, unquote, urlsplit
 from stores._batched import BatchedStore
 from stores._ops import Op, Outcome, Outcomes
 from stores._sqlite_file import BooksFile
+from stores.errors import StoreUnavailable
 
 __all__ = ["SQLiteStore"]
+
+_MOST_JOBS = 10  # batches whose callers were told that it is over, behind one that hangs
 
 
 class SQLiteStore(BatchedStore):
@@ -58,6 +61,8 @@ class SQLiteStore(BatchedStore):
             self._thread.start()
             self._pid = os.getpid()
             weakref.finalize(self, self._jobs.put, None).atexit = False
+        if self._jobs.qsize() >= _MOST_JOBS:
+            raise StoreUnavailable("sqlite", f"{self._path}: its disk does not answer, and {_MOST_JOBS} batches wait for it")
         # The thread gives up a little before the batcher does, so that the caller hears why.
         job = _Job(ops, asyncio.get_running_loop().create_future(), time.monotonic() + 0.9 * self._timeout)
         self._jobs.put(job)

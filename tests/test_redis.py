@@ -32,7 +32,7 @@ START = 1_785_542_400_000  # 2026-08-01T00:00Z
 HOUR = 3_600_000
 LEASE = 60_000
 RUN = Bucket("run")
-PROGRAMS = ["valkey", pytest.param("redis", marks=pytest.mark.apt)]
+PROGRAMS = ["valkey", *(pytest.param(name, marks=pytest.mark.apt) for name in ("redis", "redis 8"))]
 
 numbers = itertools.count()
 
@@ -163,6 +163,15 @@ async def test_every_kind_of_client_gets_the_same_answers(server: Server, namesp
     if not isinstance(client, str):
         assert await client.ping()  # it is its owner's to close
         await client.aclose()
+
+
+async def test_a_client_that_was_given_keeps_its_connections(server: Server, namespace: str) -> None:
+    async with Redis(port=server.port) as client:
+        with server.client() as watch:
+            async with RedisStore(client, namespace=namespace) as store:
+                await settle(store, 1)
+                before = {one["id"] for one in watch.client_list()}
+            assert {one["id"] for one in watch.client_list()} >= before
 
 
 async def test_a_unix_socket_serves(tmp_path_factory: pytest.TempPathFactory, namespace: str) -> None:
@@ -412,6 +421,20 @@ async def test_a_bucket_never_expires_while_it_holds(server: Server, namespace: 
             assert int(look.pttl(f"{{{namespace}:}}:i:{ahead[-32:]}")) > RETENTION + HOUR - LEASE
 
 
+async def test_the_end_of_a_lease_is_not_undone_in_a_bucket_that_somebody_deleted(server: Server, namespace: str) -> None:
+    now = START
+    async with RedisStore(server.url, namespace=namespace, clock=lambda: now) as store:
+        ids = [new_id(now=START) for _ in range(2)]
+        for id in ids:
+            await store.reserve(id, [[charge(10)]], lease=LEASE, on_lease_end="charge")
+        now += LEASE
+        assert await balance(store) == Balance(RUN, 0, 20, 20)
+        with server.client() as client:
+            client.delete(f"{{{namespace}:}}:b:run")
+        assert (await store.settle(ids[0], [charge(7)])).late
+        assert await balance(store) == Balance(RUN, 0, 7)
+
+
 async def test_an_expired_record_is_forgotten_with_its_key(server: Server, namespace: str) -> None:
     now = START
     async with RedisStore(server.url, namespace=namespace, clock=lambda: now) as store:
@@ -465,6 +488,7 @@ async def test_who_reads_sees_all_that_the_store_was_asked_before(server: Server
         gate.set()
         assert await reading == (0, 30)
         await settling
+        assert not store._under_way
 
 
 # A server that forgets.
@@ -532,6 +556,20 @@ async def test_a_server_that_came_back_older_is_noticed(frail: Server) -> None:
         await store.accept()
         assert (await reserve(store, 10)).held
         assert (await reserve(store, 1)).state == "refused"
+
+
+async def test_a_server_that_came_back_older_after_an_acceptance_is_noticed_too(frail: Server) -> None:
+    async with RedisStore(frail.url) as store:
+        await settle(store, 40)
+        with frail.client() as client:
+            client.flushall()
+            await store.accept()
+            await settle(store, 1)
+            client.save()
+        await settle(store, 50)
+        await restart(frail)
+        with pytest.raises(StoreRolledBack):
+            await reserve(store, 1)
 
 
 async def test_an_idle_client_notices_though_others_have_written_past_what_it_saw(frail: Server) -> None:

@@ -11,13 +11,14 @@ from dataclasses import replace
 from email.utils import formatdate
 from typing import Any, Literal
 
+import httpx2
 import openai
 import pytest
 
 from router import Cap, Decision, Model, Retries, Router, Task, TaskClass
-from router.calls import BadAnswer
+from router.calls import BadAnswer, retry_after_of, transient, unanswered
 from router.testing import Entry, LocalProvider, Rates, Reply, sequence
-from stores import BudgetStore, MemoryStore
+from stores import BudgetStore, MemoryStore, StoreUnavailable
 from tests.support import START, STRONG, TestClock, chat, client_of, policy_of, settle_down
 
 pytestmark = pytest.mark.anyio
@@ -299,6 +300,63 @@ async def test_a_second_attempt_is_held_for_or_the_retrying_ends(room: float, at
         assert attempts * cost(8, 100) <= limit
 
 
+async def test_attempts_that_were_billed_nothing_ask_the_store_for_no_more() -> None:
+    """T3: what is held covers the next attempt already."""
+    with provider_of(Reply(status=503), Reply(status=503), Reply()) as provider:
+        async with bench(provider.base_url) as b:
+            assert (await b.send("run", chat())).attempts == 3
+            assert [b.store.asked.count(name) for name in ("reserve", "extend", "settle")] == [1, 0, 1]
+
+
+async def test_each_attempt_that_was_billed_is_held_for_by_a_step_of_its_own() -> None:
+    """T3: before the third attempt two are billed and one more is held."""
+    answers = [(500, JSON, body(8, 90)), (500, JSON, body(8, 80)), whole(8, 7)]
+    held: list[int] = []
+    async with answering(*answers) as (url, heads), bench(url) as b:
+
+        async def extend(id: str, step: int, charges: Any) -> Any:
+            verdict = await b.store.inner.extend(id, step, charges)
+            held.append((await b.sums())[0])
+            return verdict
+
+        b.store.extend = extend  # type: ignore[attr-defined]
+        await b.send("run", chat())
+        assert len(heads) == 3
+        assert held == [cost(8, 90) + ESTIMATE, cost(16, 170) + ESTIMATE]
+
+
+async def test_where_the_store_is_away_when_the_next_attempt_needs_room_the_models_error_stands() -> None:
+    """T3: a store that is down is no fault of the model, and no attempt is made that nobody holds for."""
+    async with answering((500, JSON, body(8, 90)), whole(8, 7)) as (url, heads), bench(url) as b:
+
+        async def extend(*_: Any) -> Any:
+            raise StoreUnavailable("test", "it is down")
+
+        b.store.extend = extend  # type: ignore[attr-defined]
+        with pytest.raises(openai.InternalServerError):
+            await b.router.run(chat())
+        assert len(heads) == 1
+        assert await b.sums() == (0, cost(8, 90))
+
+
+@pytest.mark.parametrize(("room", "attempts"), [(1, 1), (1.9, 1), (2, 2), (3, 3)])
+async def test_in_an_outage_the_next_attempt_needs_room_in_the_allowance(room: float, attempts: int) -> None:
+    """T3: every attempt is billed near its estimate; the process counts them by itself, and asks no store."""
+    outage = TaskClass("chat", when_store_down="open", allowance_usd=f"{round(room * ESTIMATE) / 10**9:.9f}")
+    answers = [(500, JSON, body(8, 100))] * 3
+    async with answering(*answers) as (url, heads), bench(url, classes=[outage]) as b:
+
+        async def reserve(*_: Any, **__: Any) -> Any:
+            raise StoreUnavailable("test", "it is down")
+
+        b.store.reserve = reserve  # type: ignore[attr-defined]
+        with pytest.raises(openai.InternalServerError):
+            await b.router.run(chat())
+        assert len(heads) == attempts
+        assert "extend" not in b.store.asked
+        assert await b.sums() == (0, attempts * cost(8, 100))
+
+
 @pytest.mark.parametrize(("room", "attempts"), [(1.9, 1), (2, 2), (3, 3)])
 async def test_attempts_that_may_have_been_billed_need_room_when_they_are_charged(room: float, attempts: int) -> None:
     """T3, T1: with "charge" the provider's own bill stays under the cap, whatever it did with what it never answered."""
@@ -397,6 +455,15 @@ async def test_when_cheap_fails_as_well_its_error_stands_and_nothing_is_held() -
             assert [entry.model for entry in provider.requests] == ["strong-model"] * 3 + ["cheap-model"] * 3
             assert await b.sums() == (0, 0)
             assert (await b.router.status()).failed == 1
+
+
+async def test_a_task_that_wanted_cheap_has_nothing_to_fall_back_to() -> None:
+    """T4: cheap is not tried a second time in the place of strong."""
+    with provider_of(Reply(status=503)) as provider:
+        async with bench(provider.base_url, rule="cheap", on_model_error="cheap") as b:
+            with pytest.raises(openai.InternalServerError):
+                await b.router.run(chat())
+            assert [entry.model for entry in provider.requests] == ["cheap-model"] * 3
 
 
 # T5: a refusal is no fault.
@@ -601,6 +668,53 @@ async def test_what_trying_again_may_help_is_tried_again(entrance: Entrance, sta
 
 
 # T8: nobody else retries.
+
+
+def answered(status: int, body: object = None, **headers: str) -> openai.APIStatusError:
+    """Make the error that the SDK raises for an answer."""
+    request = httpx2.Request("POST", "http://127.0.0.1/v1/chat/completions")
+    names = {name.replace("_", "-"): value for name, value in headers.items()}
+    return openai.APIStatusError("no", response=httpx2.Response(status, headers=names, request=request), body=body)
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [
+        ({"retry_after": "Sat, 01 Aug 2026 00:00:07 GMT"}, 7),
+        ({"retry_after": "Sat, 01 Aug 2026 00:00:07 -0000"}, 7),
+        ({"retry_after": "Sat, 01 Aug 2026 02:00:07 +0200"}, 7),
+        ({"retry_after_ms": "soon", "retry_after": "3"}, 3),
+        ({"retry_after_ms": "-1", "retry_after": "3"}, 3),
+        ({"retry_after_ms": "250", "retry_after": "3"}, 0.25),
+        ({"retry_after": "soon"}, None),
+        ({}, None),
+    ],
+)
+def test_a_wait_is_read_in_milliseconds_in_seconds_or_as_a_date(headers: dict[str, str], seconds: float | None) -> None:
+    assert retry_after_of(answered(429, **headers), now=START) == seconds
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"code": "insufficient_quota"},
+        {"type": "insufficient_quota", "code": None},
+        {"error": {"code": "insufficient_quota"}},
+        {"error": {"type": "insufficient_quota"}},
+    ],
+)
+def test_an_account_without_credit_is_seen_wherever_it_is_written(body: object) -> None:
+    assert transient(answered(429, body)) is False
+
+
+@pytest.mark.parametrize("body", [None, "insufficient_quota", {"error": "insufficient_quota"}, {"code": "rate_limit"}, {}])
+def test_other_answers_of_too_many_requests_may_be_tried_again(body: object) -> None:
+    assert transient(answered(429, body)) is True
+
+
+def test_which_answers_may_hide_that_a_model_did_its_work() -> None:
+    statuses = (400, 401, 404, 408, 409, 429, 500, 502, 503, 504, 528, 529, 530)
+    assert [status for status in statuses if unanswered(answered(status))] == [408, 500, 502, 504, 528, 530]
 
 
 @pytest.mark.parametrize("kind", ["chat", "response", "embedding"])

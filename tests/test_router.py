@@ -29,10 +29,11 @@ from router import (
     TaskError,
     Usage,
 )
+from router.estimate import Estimator
 from router.testing import Entry, LocalProvider, Rates, Reply, sequence
 from stores import BudgetStore, InvalidCharge, MemoryStore, SQLiteStore, StoreRolledBack, StoreUnavailable, TooLate
 from stores.redis import RedisStore
-from tests.support import CHEAP, STRONG, TestClock, chat, client_of, policy_of, settle_down
+from tests.support import CHEAP, STRONG, TestClock, Wire, chat, client_of, policy_of, settle_down
 
 pytestmark = pytest.mark.anyio
 
@@ -529,7 +530,7 @@ async def test_a_fallback_that_the_cap_refuses_leaves_the_models_error(provider:
     async with bench(provider, cheap_only, on_model_error="cheap") as b:
         with pytest.raises(openai.InternalServerError):
             await b.router.run(chat())
-        assert {entry.model for entry in provider.requests} == {"strong-model"}
+        assert [entry.model for entry in provider.requests] == ["strong-model"] * 3
         assert (await b.sums("cheap")) == (0, 0)
 
 
@@ -565,6 +566,23 @@ async def test_a_call_that_is_cancelled_gives_back_and_shows_what_is_unconfirmed
             await running
         assert (await b.sums()) == (0, 0)
         assert (await b.router.status()).unconfirmed > 0
+
+
+@pytest.mark.parametrize("provider", [(Reply(status=400), Reply(gate=True))], indirect=True)
+async def test_the_record_says_whether_a_call_failed_or_was_cancelled(
+    provider: LocalProvider, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="budget_router")
+    async with bench(provider) as b:
+        with pytest.raises(openai.BadRequestError):
+            await b.router.run(chat())
+        running = asyncio.ensure_future(b.router.run(chat()))
+        await provider.wait_for(lambda p: len(p.requests) == 2)
+        running.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await running
+    records = [r.budget_router for r in caplog.records if hasattr(r, "budget_router")]
+    assert [record["outcome"] for record in records] == ["failed", "cancelled"]
 
 
 # The store fails.
@@ -758,6 +776,24 @@ async def test_a_provider_that_generates_past_the_limit_is_counted_and_may_be_cu
             held, spent = await b.sums()
             assert held == 0
             assert spent > 51 * 10_000
+        assert decision.unconfirmed >= 0
+
+
+@pytest.mark.parametrize("provider", [Reply(tokens=200, overrun=True)], indirect=True)
+async def test_for_an_overrun_a_quarter_more_than_was_generated_is_held(provider: LocalProvider) -> None:
+    wire: Any = Wire(MemoryStore(clock=TestClock()))
+    estimator = Estimator()
+    text = ""
+    expected: list[int] = []
+    async with bench(provider, store=wire) as b:
+        async for chunk in await b.router.stream(chat(output=50)):
+            text += (chunk.choices[0].delta.content or "") if chunk.choices else ""
+            if len(wire.ids("extend")) > len(expected):
+                came, _ = await estimator.count_async(text, "strong-model", "o200k_base")
+                expected.append(STRONG.bound(input_tokens=9, output_tokens=came * 5 // 4))
+        held = [charge.amount for name, args in wire.asked if name == "extend" for charge in args[2]]
+        assert held == expected != []
+        assert (await b.sums()) == (0, provider.spent())
 
 
 async def test_the_vocabulary_is_prepared_when_the_router_is_entered(provider: LocalProvider) -> None:

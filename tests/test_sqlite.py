@@ -15,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -386,6 +386,20 @@ async def test_a_caller_cancelled_while_the_file_is_locked_leaves_no_hold(path: 
         assert sums(await balance(store)) == (0, 0)
 
 
+async def test_a_caller_cancelled_while_the_store_is_closing_hears_of_nothing_else(path: Path) -> None:
+    async with opened(path) as store:
+        await store.check()
+        with transaction_of_another(path):
+            call = asyncio.ensure_future(hold(store, charge(RUN, 1)))
+            await asyncio.wait([call], timeout=0.05)
+            closing = asyncio.ensure_future(store.aclose())
+            await asyncio.sleep(0)
+            call.cancel()
+            await asyncio.wait([call])
+            assert call.cancelled()
+        await closing
+
+
 async def test_of_a_batch_that_begins_too_late_the_settles_are_written_and_the_reserves_are_not(path: Path) -> None:
     file = BooksFile(str(path), uri=None, clock=ManualClock())
     reserved, settled = new_id(now=START), new_id(now=START)
@@ -426,6 +440,38 @@ async def test_a_full_file_writes_nothing_by_halves_and_works_again_when_there_i
         small.most = 10_000
         await hold(store, *(charge(Bucket("x" * 5000 + str(n)), 1) for n in range(40)))
         assert sums(await balance(store)) == (0, 5)
+
+
+def test_a_commit_is_on_the_disk_when_it_is_acknowledged_and_checkpoints_are_ours(path: Path) -> None:
+    db = BooksFile(str(path), uri=None, clock=ManualClock())._open()
+    told = [db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("journal_mode", "synchronous", "wal_autocheckpoint")]
+    db.close()
+    assert told == ["wal", 2, 0]
+
+
+class NoCheckpoints(BooksFile):
+    """A file whose checkpoints fail."""
+
+    failed = 0
+
+    def _open(self) -> sqlite3.Connection:
+        def allow(_: int, what: str | None, *__: str | None) -> int:
+            self.failed += what == "wal_checkpoint"
+            return sqlite3.SQLITE_DENY if what == "wal_checkpoint" else sqlite3.SQLITE_OK
+
+        db = super()._open()
+        db.set_authorizer(allow)
+        return db
+
+
+async def test_a_checkpoint_that_fails_is_nobodys_failure(path: Path) -> None:
+    async with opened(path) as store:
+        file = store._file = NoCheckpoints(str(path), uri=None, clock=ManualClock())
+        for _ in range(150):
+            await spend(store, 0)
+        assert file.failed == 300 // 128
+        await spend(store, 7)
+        assert sums(await balance(store)) == (0, 7)
 
 
 async def test_a_disk_that_takes_no_more_is_an_answer_and_not_a_roll_back(path: Path) -> None:
@@ -703,13 +749,32 @@ async def test_closing_answers_what_is_under_way_and_leaves_no_thread_and_no_loc
     calls = [asyncio.ensure_future(hold(store, charge(RUN, 1))) for _ in range(100)]
     await asyncio.sleep(0)
     await store.aclose()
+    assert set(threading.enumerate()) == before
     await store.aclose()
     assert len({await call for call in calls}) == 100
-    assert set(threading.enumerate()) == before
     with pytest.raises(StoreUnavailable, match="it was closed"):
         await store.check()
     assert sorted(p.name for p in path.parent.iterdir()) == ["budget.db", "budget.db.lock", "budget.db.next"]
     assert rows(path, "PRAGMA application_id") == [(APPLICATION_ID,)]
+
+
+async def test_a_thread_that_hangs_keeps_nobody_from_closing(path: Path) -> None:
+    go_on = threading.Event()
+
+    class Hanging(BooksFile):
+        def close(self, late: Callable[[], bool]) -> None:
+            go_on.wait()
+            super().close(late)
+
+    store = SQLiteStore(path, timeout=0.3)
+    store._file = Hanging(str(path), uri=None, clock=ManualClock())
+    await store.check()
+    thread = store._thread
+    assert thread is not None
+    await store.aclose()
+    assert thread.is_alive()
+    go_on.set()
+    thread.join()
 
 
 def test_a_store_that_is_dropped_ends_its_thread(path: Path) -> None:
@@ -804,6 +869,15 @@ def waiting(path: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_UN)
 
 
+def open_files(path: Path) -> list[str]:
+    """Return the lock files of `path` that this process has open."""
+    names = []
+    for file in Path("/dev/fd").iterdir():
+        with suppress(OSError):  # the one that lists them is closed by now
+            names.append(str(file.readlink()))
+    return sorted(name for name in names if name.startswith(f"{path}."))
+
+
 def test_nobody_has_two_turns_in_a_row_while_another_waits(path: Path) -> None:
     turns, order = Turns(str(path)), list[str]()
 
@@ -822,6 +896,35 @@ def test_nobody_has_two_turns_in_a_row_while_another_waits(path: Path) -> None:
     assert order == ["first", "other", "second"]
 
 
+def test_the_file_is_closed_in_a_turn(path: Path) -> None:
+    wal, used, close = Path(f"{path}-wal"), threading.Event(), threading.Event()
+
+    def other() -> None:
+        file = BooksFile(str(path), uri=None, clock=ManualClock())
+        file.carry_out([_ops.Check("")], lambda: False)
+        used.set()
+        close.wait()
+        file.close(lambda: False)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    used.wait()
+    with Turns(str(path)).turn(lambda: False):
+        close.set()
+        waiting(path)
+        assert wal.exists()
+    thread.join()
+    assert not wal.exists()
+
+
+def test_the_file_is_closed_though_no_turn_comes(path: Path) -> None:
+    file = BooksFile(str(path), uri=None, clock=ManualClock())
+    file.carry_out([_ops.Check("")], lambda: False)
+    with turn_of_another(path):
+        file.close(lambda: True)
+    assert not Path(f"{path}-wal").exists()
+
+
 def test_a_turn_is_had_by_the_file_of_that_name_though_it_was_deleted_meanwhile(path: Path) -> None:
     found = list[bool]()
 
@@ -836,6 +939,34 @@ def test_a_turn_is_had_by_the_file_of_that_name_though_it_was_deleted_meanwhile(
         Path(f"{path}.lock").unlink()
     thread.join()
     assert found == [True]
+    assert open_files(path) == []
+
+
+@pytest.mark.parametrize("taken", ["lock", "next"])
+def test_a_turn_that_does_not_come_leaves_no_file_open(path: Path, taken: str) -> None:
+    with Path(f"{path}.{taken}").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(StoreUnavailable, match=taken), Turns(str(path)).turn(lambda: True):
+            pytest.fail("it had a turn that another has")
+        assert open_files(path) == [f"{path}.{taken}"]
+    with Turns(str(path)).turn(lambda: True):
+        assert open_files(path) == [f"{path}.lock"]
+    assert open_files(path) == []
+
+
+def test_a_turn_that_ends_in_an_error_is_over(path: Path) -> None:
+    with pytest.raises(KeyError), Turns(str(path)).turn(lambda: True):
+        raise KeyError
+    with Turns(str(path)).turn(lambda: True):
+        assert open_files(path) == [f"{path}.lock"]
+
+
+async def test_it_takes_this_machines_time_in_milliseconds_unless_told_another(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("time.time_ns", lambda: START * 1_000_000 + 999_999)
+    async with SQLiteStore(path) as store:
+        assert (await store.check()).now == START
 
 
 async def test_the_file_is_readable_by_a_person(path: Path) -> None:
