@@ -20,8 +20,8 @@ class MemoryStore:
     """Count in this process. What it knows ends with the process; nobody else sees it.
 
     `clock` returns milliseconds since the epoch (default: this machine's clock). It may jump back: the store's time stands
-    still until the clock has caught up. After `aclose`, and in a second event loop while the first one is not closed, every method
-    raises `StoreUnavailable`.
+    still until the clock has caught up. After `aclose`, and in a second event loop while the first one is not closed, every
+    method raises `StoreUnavailable`.
     """
 
     def __init__(self, *, clock: Callable[[], int] | None = None) -> None:
