@@ -52,5 +52,7 @@ def show(title: str, rows: Sequence[Row], *, as_json: bool) -> int:
             spread = "" if row.spread is None else f"{row.spread[0]:.3g} … {row.spread[1]:.3g}"
             held = "" if row.bar is None else "yes" if row.holds else "NO"
             table.add_row(row.name, f"{row.value:.4g}", row.unit, spread, row.bar or "", held)
-        Console().print(table)
+        console = Console()
+        console.width = max(console.width, 130)  # a name on one line, in a log too
+        console.print(table)
     return int(not all(row.holds for row in rows))

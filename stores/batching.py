@@ -10,7 +10,7 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from stores.errors import StoreUnavailable
 
@@ -54,7 +54,9 @@ class Batcher(Generic[Item, Answer]):
         self._batches: set[asyncio.Task[None]] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = 0
-        self._flush_soon = False
+        self._starting: asyncio.Task[None] | None = None  # takes with it what arrives before it starts
+        self._overdue: set[asyncio.Task[None]] = set()
+        self._name = f"{store} store batch"
         self._watch: asyncio.TimerHandle | None = None
         self._closed = False
 
@@ -78,10 +80,7 @@ class Batcher(Generic[Item, Answer]):
         self._places.append(_Place(item, future, loop.time() + self._timeout))
         if self._watch is None:
             self._watch = loop.call_later(self._timeout, self._give_up)
-        if not self._flush_soon and len(self._batches) < self._in_flight:
-            # On the next turn of the loop, so that what arrives in the same turn travels together.
-            self._flush_soon = True
-            loop.call_soon(self._flush)
+        self._start()
         return future
 
     async def aclose(self) -> None:
@@ -102,42 +101,54 @@ class Batcher(Generic[Item, Answer]):
                     future.exception()
             return
         self._closed = True
-        self._flush()
         while self._batches:
             await asyncio.wait(self._batches)
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
 
-    def _flush(self) -> None:
-        self._flush_soon = False
-        while self._places and len(self._batches) < self._in_flight:
-            batch = [self._places.popleft() for _ in range(min(self._size, len(self._places)))]
-            task = asyncio.get_running_loop().create_task(self._carry(batch), name=f"{self._store} store batch")
+    def _start(self) -> None:
+        """See that what waits is taken on the next turn of the loop, so that what arrives in the same turn travels together."""
+        if self._places and self._starting is None and len(self._batches) < self._in_flight:
+            task = asyncio.get_running_loop().create_task(self._carry(), name=self._name)
+            self._starting = task
             self._batches.add(task)
             task.add_done_callback(self._carried)
 
     def _carried(self, task: asyncio.Task[None]) -> None:
         self._batches.discard(task)
-        if not task.cancelled():  # else the loop is being torn down, and a new task would outlive it
-            self._flush()
+        if self._starting is task:  # cancelled before it began
+            self._starting = None
+        overdue = task in self._overdue
+        self._overdue.discard(task)
+        if overdue or not task.cancelled():  # else the loop is being torn down, and a new task would outlive it
+            self._start()
 
-    async def _carry(self, batch: list[_Place[Item, Answer]]) -> None:
+    async def _carry(self) -> None:
+        self._starting = None
+        batch = [self._places.popleft() for _ in range(min(self._size, len(self._places)))]
+        self._start()
+        if not batch:  # its callers were told meanwhile that their time is over
+            return
         answers: Sequence[Answer | Exception]
+        # By hand, since asyncio.timeout would be a tenth of what one caller alone pays for the whole call.
+        task = cast(asyncio.Task[None], asyncio.current_task())
+        limit = asyncio.get_running_loop().call_at(batch[0].deadline, self._end, task)
         try:
-            async with asyncio.timeout_at(batch[0].deadline):
-                answers = await self._send([place.item for place in batch])
+            answers = await self._send([place.item for place in batch])
             if len(answers) != len(batch):
                 raise StoreUnavailable(self._store, f"it gave {len(answers)} answers to {len(batch)} calls")
-        except TimeoutError:
-            answers = [self._late() for _ in batch]
         except Exception as error:  # noqa: BLE001 (it belongs to the callers, who all wait for this batch)
             answers = [error] * len(batch)
         except BaseException:
-            # The loop is being torn down: whoever still waits must not wait for ever.
-            for place in batch:
-                place.future.cancel()
-            raise
+            if task not in self._overdue or task.uncancel():
+                # The loop is being torn down: whoever still waits must not wait for ever.
+                for place in batch:
+                    place.future.cancel()
+                raise
+            answers = [self._late() for _ in batch]
+        finally:
+            limit.cancel()
         for place, answer in zip(batch, answers, strict=True):
             if place.future.done():
                 continue
@@ -146,6 +157,11 @@ class Batcher(Generic[Item, Answer]):
                 place.future.exception()  # a caller that went away has nobody to fetch it
             else:
                 place.future.set_result(answer)
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        """End a batch whose time is over."""
+        self._overdue.add(task)
+        task.cancel()
 
     def _give_up(self) -> None:
         """Answer those whose time is over before they were sent; then watch the next."""

@@ -20,8 +20,8 @@ class MemoryStore:
     """Count in this process. What it knows ends with the process; nobody else sees it.
 
     `clock` returns milliseconds since the epoch (default: this machine's clock). It may jump back: the store's time stands
-    still until the clock has caught up. After `aclose`, and in another event loop than the first that used it, every method
-    raises `StoreUnavailable`.
+    still until the clock has caught up. After `aclose`, and in a second event loop while the first one is not closed, every
+    method raises `StoreUnavailable`.
     """
 
     def __init__(self, *, clock: Callable[[], int] | None = None) -> None:
@@ -49,8 +49,8 @@ class MemoryStore:
         return now
 
     def _belong(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Belong to the first loop. One in another thread would meet half a change; behind a fork it would count apart."""
-        if self._loop is not None:
+        """Belong to one loop at a time. One in another thread would meet half a change; behind a fork it would count apart."""
+        if self._loop is not None and not self._loop.is_closed():
             raise StoreUnavailable("memory", "it belongs to another event loop; make one store per loop")
         self._loop = loop
 

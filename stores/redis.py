@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import json
 import logging
 import secrets
 import time
@@ -101,6 +100,7 @@ class RedisStore(BatchedStore):
         self._trees: OrderedDict[str, _Known] = OrderedDict()
         self._under_way: dict[asyncio.Task[Any], Sequence[Op]] = {}
         self._mark = secrets.token_hex(8)
+        self._runs = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._keep: set[str] = set()
         """The servers that were seen not to evict."""
@@ -165,8 +165,8 @@ class RedisStore(BatchedStore):
         return str(node.name)
 
     async def _run(self, ops: Sequence[Op]) -> Outcomes:
-        outcomes: list[Outcome] = [None] * len(ops)
         pending = self._wire.runs(ops)
+        outcomes: list[Outcome] = [None] * len(ops)
         while pending:
             again = []
             for run, reply in zip(pending, await self._evaluate(pending), strict=True):
@@ -223,11 +223,12 @@ class RedisStore(BatchedStore):
         if known is not None and time.monotonic() - known.at > KNOWN_KEPT:
             del self._trees[run.tree]
             known = None
-        head: list[str | int | bool] = [secrets.token_hex(8)]
-        head += (False, 0, 0, 0) if known is None else (known.epoch, known.seen, known.accepted, known.acknowledged)
-        head += (False if self._clock is None else self._clock(), len(run.ids), len(run.buckets))
-        start = json.dumps(head, separators=(",", ":"))[:-1]
-        return [str(len(keys)), *keys, f"{start},{run.body}]" if run.body else f"{start}]"]
+        # An epoch that no other begins with, should this run be the first of its tree.
+        self._runs += 1
+        head = f'"{self._mark}{self._runs:x}",'
+        head += "false,0,0,0" if known is None else f'"{known.epoch}",{known.seen},{known.accepted},{known.acknowledged}'
+        head += f",{'false' if self._clock is None else self._clock()},{len(run.ids)},{len(run.buckets)}"
+        return [str(len(keys)), *keys, f"[{head},{run.body}]" if run.body else f"[{head}]"]
 
     def _learn(self, tree: str, header: Header) -> None:
         """Remember the most that was seen of a tree. Replies to runs in flight may come back out of order."""
