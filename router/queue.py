@@ -150,8 +150,9 @@ class Queue:
                 if waiter.stood.get(line.key) is line:
                     waiting.setdefault(waiter.task_class.name, []).append(waiter)
             for task_class, waiters in waiting.items():
-                first = waiters[0]
-                need = next(need for need in first.needs if need.key == line.key)
+                need = next((need for need in waiters[0].needs if need.key == line.key), None)
+                if need is None:  # a policy that was changed just now has no such cap any more
+                    continue
                 found.append(
                     LineStatus(
                         cap=line.slot.cap.name,

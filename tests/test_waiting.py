@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from router import Cap, Decision, PolicyError, Router, Task, TaskClass, WaitEvent
 from stores import MemoryStore
@@ -565,3 +567,115 @@ async def test_budget_that_another_process_gives_back_is_seen_within_a_second(cr
 async def test_a_soft_cap_holds_nobody_up(crowds: Any) -> None:
     crowd = await crowds(Cap(usd="0.01", per="hour", soft=True, name="all"))
     assert [(await crowd.comes(f"w{number}")).admitted for number in range(3)] == [True] * 3
+
+
+# Whatever happens.
+
+
+ARRIVALS = st.tuples(
+    st.just("comes"),
+    st.sampled_from(["low", "high", "at once", "until", "aging"]),
+    st.sampled_from([10, 10, 10, 25, 40, 120]),
+    st.sampled_from(["alice", "bob"]),
+)
+EVENTS = st.one_of(
+    ARRIVALS,
+    ARRIVALS,
+    st.tuples(st.just("leaves"), st.integers(0, 9), st.sampled_from([0, 3, 10])),
+    st.tuples(st.just("cancelled"), st.integers(0, 9)),
+    st.tuples(st.just("advance"), st.sampled_from([1, 30, 61, 600, 3600])),
+)
+CROWD = (
+    LOW,
+    HIGH,
+    AT_ONCE,
+    TaskClass("until", priority=5, max_wait="window", when_expired="downgrade"),
+    TaskClass("aging", priority=7, max_wait=900, ages_after=60, admit_at=0.6, when_expired="drop"),
+)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(EVENTS, min_size=5, max_size=40))
+def test_whatever_happens_every_task_has_one_end_and_no_cap_is_passed(events: list[tuple[Any, ...]]) -> None:
+    asyncio.run(_live(events))
+
+
+async def _live(events: list[tuple[Any, ...]]) -> None:
+    clock, heard = TestClock(), list[WaitEvent]()
+    store = MemoryStore(clock=clock)
+    caps = cents(100, per="hour"), Cap(usd="0.60", per="day", scope="user", name="user", admit_at=1)
+    async with bench(
+        "http://127.0.0.1:9", *caps, store=store, clock=clock, classes=CROWD, default_class="low", hooks=[heard.append]
+    ) as opened:
+        crowd = Crowd(opened)
+
+        async def check() -> None:
+            for bucket in (await opened.router.status()).buckets:
+                assert bucket.held + bucket.spent <= bucket.limit
+
+        for number, event in enumerate(events):
+            admitted = [one for one in crowd.all if one.admitted and not one.task.done()]
+            waiting = [one for one in crowd.all if one.decision is None and not one.task.done()]
+            match event:
+                case "comes", task_class, amount, user:
+                    await crowd.comes(str(number), amount, task_class=task_class, labels={"user": user}, id=str(number))
+                case "leaves", at, spent if admitted:
+                    await admitted[at % len(admitted)].leave(cents=spent)
+                case "cancelled", at if waiting:
+                    waiting[at % len(waiting)].task.cancel()
+                    await settle_down()
+                case "advance", seconds:
+                    await clock.advance(seconds)
+            await check()
+        waiting = [one for one in crowd.all if one.decision is None and not one.task.done()]
+        assert {one.name for one in waiting} == _waits(heard) - {one.name for one in crowd.all if one.task.cancelled()}
+        closing = asyncio.create_task(opened.router.aclose())
+        await settle_down()
+        assert [one.name for one in crowd.all if one.decision is None and not one.task.cancelled()] == []
+        await crowd.end()
+        await closing
+        assert len(crowd.order) == len(set(crowd.order))
+        assert [(b.held, b.cap) for b in (await opened.router.status()).buckets if b.held] == []
+
+
+def _waits(heard: list[WaitEvent]) -> set[str]:
+    """Return who was told to have begun to wait and not to have ended; each begins once and ends once."""
+    found: set[str] = set()
+    for event in heard:
+        if event.what == "enqueue":
+            assert event.task_id not in found
+            found.add(event.task_id)
+        else:
+            found.remove(event.task_id)
+    return found
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(st.lists(st.tuples(st.sampled_from(["low", "high"]), st.booleans()), min_size=3, max_size=25))
+def test_in_one_line_the_order_is_priority_then_age(comings: list[tuple[str, bool]]) -> None:
+    async def live() -> None:
+        clock = TestClock()
+        async with bench("http://127.0.0.1:9", cents(10), store=MemoryStore(clock=clock), clock=clock, **CLASSES) as opened:
+            crowd = Crowd(opened)
+            line: list[tuple[int, int]] = []
+            expected = []
+            now: Waits | None = None
+            for number, (task_class, leaves) in enumerate(comings):
+                one = await crowd.comes(str(number), task_class=task_class)
+                if now is None:
+                    now = one
+                    expected.append(number)
+                else:
+                    line.append((0 if task_class == "high" else 9, number))
+                if leaves:
+                    await now.leave()
+                    first = min(line, default=None)
+                    now = None
+                    if first is not None:
+                        line.remove(first)
+                        expected.append(first[1])
+                        now = crowd.all[first[1]]
+                assert crowd.order == [str(number) for number in expected]
+            await crowd.end()
+
+    asyncio.run(live())
