@@ -246,44 +246,41 @@ class Gate:
         if len(self.queue) >= policy.max_waiting or self.queue.size + size > policy.max_waiting_bytes:
             return await self._answer(replace(refusal, decision=replace(refusal.decision, reason="queue_full")), started)
         waiter = Waiter(wish.task_class, refusal.needs, since=since, deadline=self._until(refusal, started, since), size=size)
-        told: Decision | None = None  # of the last cap that refused, for the record
+        told = refusal.decision  # of the last cap that refused, for the record
+        admitted = False
         self.queue.enter(waiter, refusal.balances)
         self._say("enqueue", refusal, 0.0)
         try:
             while True:
-                told = refusal.decision if refusal.decision.cap is not None else told
                 word = await waiter.future
                 if word == "closed":
                     return self._waited(wish.decide(served=False, reason="closed"), since)
                 if word == "expired":
                     break
-                if word == "policy":
+                known = None
+                while wish.policy is not self.policy:
                     wish = await self._again(wish)
-                    again = self._known(wish, waiter)
-                    if again is not None:
-                        refusal, waiter.task_class, waiter.needs = again, wish.task_class, again.needs
-                        if again.decision.kind == "never":
-                            return await self._answer(again, started, since)
-                        self.queue.enter(waiter, again.balances)
-                        continue
-                tried = await self._try(wish, started, waiter)
-                if not isinstance(tried, _Refusal):
-                    if isinstance(tried, Call):
-                        tried.decision = self._waited(tried.decision, since)
-                        self._say("admit", refusal, tried.decision.waited)
-                        return tried
+                    known = self._known(wish, waiter)
+                tried = await self._try(wish, started, waiter) if known is None else known
+                if isinstance(tried, Call):
+                    admitted = True
+                    tried.decision = self._waited(tried.decision, since)
+                    return tried
+                if isinstance(tried, Decision):
                     return self._waited(tried, since)
-                refusal, waiter.needs = tried, tried.needs
-                if tried.decision.kind == "never":
-                    return await self._answer(tried, started, since)
-                if waiter.deadline is not None and self._clock.monotonic() >= waiter.deadline:
+                refusal, waiter.needs, waiter.task_class = tried, tried.needs, wish.task_class
+                told = refusal.decision if refusal.decision.cap is not None else told
+                if told.kind == "never" or (waiter.deadline is not None and self._clock.monotonic() >= waiter.deadline):
                     break
-                self.queue.enter(waiter, tried.balances)
+                self.queue.enter(waiter, refusal.balances)
+                if wish.policy is not self.policy:
+                    self.queue.tell(waiter, "policy")
         finally:
             self.queue.leave(waiter)
-        decision = told or refusal.decision
-        self._say("expire", refusal, self._clock.monotonic() - since)
-        return await self._answer(replace(refusal, decision=replace(decision, reason="expired")), started, since)
+            self._say("admit" if admitted else "expire", refusal, self._clock.monotonic() - since)
+        if told.kind != "never":
+            told = replace(told, reason="expired")
+        return await self._answer(replace(refusal, decision=told), started, since)
 
     def _known(self, wish: Plan, waiter: Waiter) -> _Refusal | None:
         """Return what the lines that a waiter stands in say to it under another policy; None where they say nothing."""

@@ -118,6 +118,10 @@ class Queue:
         """Return, per line that a waiter stood in, what may have come out of it by now."""
         return self._lines.paces(waiter, self._now())
 
+    def tell(self, waiter: Waiter, word: Wake) -> None:
+        """Wake one, if it stands."""
+        self._lines.tell(waiter, word)
+
     def tell_all(self, word: Wake) -> None:
         """Wake everybody who stands: the policy was changed, or the router was closed."""
         self._lines.tell_all(word)

@@ -320,12 +320,16 @@ class Lines:
         moments += (time + (entry[0] - now) / 1000 for entry in self._looks[:1])
         return max(time, min(moments))
 
+    def tell(self, waiter: Waiter, word: Wake) -> None:
+        """Wake one who stands, whatever the buckets say."""
+        if waiter.state == "standing":
+            self._stop(waiter)
+            _tell(waiter, word)
+
     def tell_all(self, word: Wake) -> None:
         """Wake everybody who stands, whatever the buckets say."""
         for waiter in tuple(self.waiters.values()):
-            if waiter.state == "standing":
-                self._stop(waiter)
-                _tell(waiter, word)
+            self.tell(waiter, word)
 
     def buckets(self, most: int) -> tuple[Bucket, ...]:
         """Return the buckets to look at next, in turns where there are many."""

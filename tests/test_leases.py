@@ -459,7 +459,7 @@ async def test_a_hundred_thousand_calls_while_the_store_is_away_stay_within_the_
                 while answers.total() < 1000 * wave - hanging:
                     await asyncio.sleep(0)
             settler = b.router._settler
-            most = max(most, settler.open + settler.backlog + b.router._reserving)
+            most = max(most, settler.open + settler.backlog + b.router._gate._reserving)
             assert len(settler._releases) <= 10_000
         assert most <= bound
         if how == "hangs":

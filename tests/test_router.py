@@ -682,12 +682,6 @@ async def test_a_policy_is_replaced_while_calls_run(provider: LocalProvider) -> 
         assert (refused.cap.remaining, refused.cap.debt) == (0, provider.spent() - 100_000)
 
 
-async def test_a_class_that_waits_is_refused_when_the_router_is_built() -> None:
-    waits = policy_of(None, classes=[TaskClass("batch", max_wait=5, when_expired="drop")])
-    with pytest.raises(PolicyError, match="no waiting"):
-        Router(waits, MemoryStore())
-
-
 async def test_the_offset_of_a_clock_that_is_wrong_is_corrected(provider: LocalProvider) -> None:
     store_clock = TestClock()
     store_clock.wall += 3 * 24 * 3600 * 1000
