@@ -16,7 +16,7 @@ from procrastinate import App, PsycopgConnector
 from router import Router, Task
 from router.procrastinate import ProcrastinateDeferral
 from stores import SQLiteStore
-from tests.support import client_of, worth_a_second
+from tests.support import client_of
 
 HEARTBEAT = 0.5
 

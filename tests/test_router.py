@@ -17,7 +17,6 @@ from router import (
     Decision,
     MissingLabel,
     Model,
-    PolicyError,
     Price,
     Refused,
     Result,
