@@ -27,9 +27,7 @@ def task_to_json(task: Task) -> dict[str, Any]:
 def task_from_json(kept: Mapping[str, Any]) -> Task:
     """Return the task that `task_to_json` wrote. Raises `TaskError` when it is none."""
     if not isinstance(kept, Mapping) or set(kept) != set(_FIELDS):
-        raise TaskError(
-            f"a task that was kept must have {', '.join(_FIELDS)} and nothing else: write it with task_to_json(task)"
-        )
+        raise TaskError(f"a task that was kept must have {', '.join(_FIELDS)} and no more: write it with task_to_json(task)")
     return Task(**kept)
 
 
@@ -43,8 +41,6 @@ def _plain(value: object, where: str) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner, f"{where}[{index}]") for index, inner in enumerate(value)]
     # Objects of the SDK are the usual case: an agent loop appends the message that it got.
-    remedy = (
-        ": write .model_dump() after it" if hasattr(value, "model_dump") else ": write it as text, numbers, lists and dicts"
-    )
-    kind = f"{value!r}" if isinstance(value, float) else f"of type {type(value).__name__}"
-    raise TaskError(f"{where} is {kind}, which cannot be kept for later as JSON{remedy}")
+    remedy = "write .model_dump() after it" if hasattr(value, "model_dump") else "use text, numbers, lists and dicts"
+    kind = repr(value) if isinstance(value, float) else f"of type {type(value).__name__}"
+    raise TaskError(f"{where} is {kind}, which cannot be kept for later as JSON: {remedy}")

@@ -134,7 +134,7 @@ class Gate:
                 need = next(need for need in needs if need.key == line.key)
                 balance = Balance(need.slot.bucket, line.held, line.spent)
                 charge = next(c for c in charges_of((need.slot,), {option: wish.estimates[option].amounts}))
-                found = self._refusal(wish, slots, ((Misfit(charge, balance),),), option)
+                found = self._refusal(wish, slots, ((Misfit(charge, balance),),), option, self.now())
         return None if found is None else replace(found, wish=replace(wish, options=tuple(free)))
 
     # One try.
@@ -173,7 +173,7 @@ class Gate:
             if verdict.state != "refused":
                 self._offset = verdict.now - self._clock.now()
                 continue
-            refusal = self._refusal(wish, slots, verdict.misfits, wish.options[0])
+            refusal = self._refusal(wish, slots, verdict.misfits, wish.options[0], verdict.now)
             shrunk = None if waiter is not None else wish.shrunk(slots, verdict)
             if shrunk is None:
                 break
@@ -194,7 +194,9 @@ class Gate:
         ]
         return (*slots, *drains)
 
-    def _refusal(self, wish: Plan, slots: Slots, misfits: tuple[tuple[Misfit, ...], ...], option: Metered) -> _Refusal:
+    def _refusal(
+        self, wish: Plan, slots: Slots, misfits: tuple[tuple[Misfit, ...], ...], option: Metered, now: int
+    ) -> _Refusal:
         """Say what refused: the option that fits soonest for people, the first option for the line."""
         drains = {slot.bucket.key: slot for slot in slots if slot.pace is not None}
         needs = needs_of([slot for slot in slots if slot.pace is None], option, wish.estimates[option].amounts)
@@ -205,7 +207,7 @@ class Gate:
         caps = tuple(tuple(m for m in option if m.charge.bucket.key not in drains) for option in misfits)
         decision = wish.decide(served=False, reason="cap")
         if all(caps):
-            verdict = Verdict("refused", None, (), caps, self.now())
+            verdict = Verdict("refused", None, (), caps, now)
             decision = refusal_of(decision, slots, verdict, drop=wish.task_class.when_expired == "drop")
         return _Refusal(wish, decision, needs, balances, None if None in ends else max(end for end in ends if end is not None))
 
@@ -293,7 +295,7 @@ class Gate:
             if line is not None or need.amount > need.slot.line:
                 balance = Balance(need.slot.bucket) if line is None else Balance(need.slot.bucket, line.held, line.spent)
                 misfits.append(Misfit(charges[need.slot.bucket.key], balance))
-        return self._refusal(wish, slots, (tuple(misfits),), option) if misfits else None
+        return self._refusal(wish, slots, (tuple(misfits),), option, self.now()) if misfits else None
 
     async def _again(self, wish: Plan) -> Plan:
         """Return what a task wants under the policy that holds now; a class that is gone stays as it was."""
@@ -345,7 +347,7 @@ class Gate:
         """Do what the class says of a task that no cap lets through in its time."""
         wish, decision = refusal.wish, refusal.decision
         if since is not None:
-            decision = self._waited(decision, since)
+            decision = self._waited(self._later(decision), since)
         if decision.kind == "never":
             return decision
         match wish.task_class.when_expired:
@@ -356,24 +358,26 @@ class Gate:
                 if isinstance(tried, Call):
                     tried.decision = replace(tried.decision, waited=decision.waited)
                     return tried
-                return replace(tried, waited=decision.waited) if isinstance(tried, Decision) else self._later(decision)
+                return replace(tried, waited=decision.waited) if isinstance(tried, Decision) else decision
             case "defer":
-                return await self._defer(wish.task, self._later(decision))
+                return await self._defer(wish.task, decision)
             case "drop":
                 return replace(decision, outcome="dropped", retry_after=None)
             case _:
-                return self._later(decision)
+                return decision
 
     def _later(self, decision: Decision) -> Decision:
-        """Return a refusal with the time for another try as it is now."""
+        """Return a refusal whose wait is over with the time for another try as it is now."""
         if decision.cap is None or decision.kind != "spent" or decision.cap.ends is None:
-            return decision if decision.retry_after is not None else replace(decision, retry_after=BUSY_RETRY_AFTER)
+            return decision
         left = (decision.cap.ends - self.now()) / 1000
         return replace(decision, retry_after=left if left > 0 else BUSY_RETRY_AFTER)
 
     async def _defer(self, task: Task, decision: Decision) -> Decision:
-        assert self._deferral is not None and decision.retry_after is not None  # noqa: S101, PT018 (checked with the policy)
-        moment = datetime.fromtimestamp(self.now() / 1000, UTC) + timedelta(seconds=decision.retry_after)
+        assert self._deferral is not None  # noqa: S101 (checked with the policy)
+        # A cap without a window says no time; whoever keeps the task tries again, and is refused until there is budget.
+        later = BUSY_RETRY_AFTER if decision.retry_after is None else decision.retry_after
+        moment = datetime.fromtimestamp(self.now() / 1000, UTC) + timedelta(seconds=later)
         try:
             await self._deferral.defer(task, moment)
         except Exception as error:  # noqa: BLE001 (whatever it is, the task is not kept, and its owner must know)

@@ -198,9 +198,14 @@ class Queue:
     async def _look(self) -> None:
         """Ask the store how the buckets stand for which somebody waits."""
         buckets = self._lines.buckets(_LOOKED_AT)
-        if buckets:
-            with contextlib.suppress(StoreUnavailable):
-                self.saw(await self._store.balances(buckets))
+        if not buckets:
+            return
+        try:
+            self.saw(await self._store.balances(buckets))
+        except StoreUnavailable:
+            pass  # looked at again a second later
+        except Exception:  # noqa: BLE001 (a store of somebody else: logged, and looked at again)
+            _log.exception("budget-router: looking at the buckets for which somebody waits failed")
 
 
 def _waits_for(line: Line, need: Need, now: int) -> Literal["room", "window", "pace"]:

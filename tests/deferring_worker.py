@@ -11,14 +11,22 @@ import asyncio
 import logging
 import sys
 
+from openai import AsyncOpenAI
 from procrastinate import App, PsycopgConnector
 
-from router import Router, Task
+from router import Cap, Policy, Retries, Router, Task, TaskClass
 from router.procrastinate import ProcrastinateDeferral
 from stores import SQLiteStore
-from tests.support import client_of
+from tests.support import client_of, policy_of
 
-HEARTBEAT = 0.5
+HEARTBEAT = 0.4
+
+
+def policy(client: AsyncOpenAI) -> Policy:
+    """Return a policy with ten cents a second, under which all that does not fit at once is deferred."""
+    cap = Cap(usd="0.10", per=1, admit_at=1, name="all")
+    retries = Retries(attempts=1, per_attempt=30)
+    return policy_of(client, cap, classes=[TaskClass("later", when_expired="defer")], default_class="later", retries=retries)
 
 
 async def main(dsn: str, base_url: str, path: str) -> None:

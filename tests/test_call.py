@@ -101,11 +101,11 @@ async def test_the_usage_is_that_of_all_attempts_and_its_source_that_of_the_last
     assert call.report().usage_source == "counted"
 
 
-async def test_what_cost_nothing_is_not_settled_as_a_charge() -> None:
+async def test_what_cost_nothing_is_settled_at_0_in_every_bucket_that_it_held() -> None:
     call = await call_of(ALL, ASKED)
-    assert call.actual() == ()
+    assert amounts(call, call.actual()) == {"all": 0, "asked": 0}
     call.bill(Usage(), "provider")
-    assert amounts(call, call.actual()) == {"asked": 1}
+    assert amounts(call, call.actual()) == {"all": 0, "asked": 1}
 
 
 async def test_what_a_caller_reports_in_dollars_counts_the_estimates_tokens() -> None:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router import Cap, Decision, PolicyError, Router, Task, TaskClass, WaitEvent
-from stores import MemoryStore
+from stores import BudgetStore, MemoryStore
 from tests.support import CENT, Bench, TestClock, bench, chat, eventually, policy_of, settle_down, worth
 
 pytestmark = pytest.mark.anyio
@@ -567,6 +567,82 @@ async def test_budget_that_another_process_gives_back_is_seen_within_a_second(cr
 async def test_a_soft_cap_holds_nobody_up(crowds: Any) -> None:
     crowd = await crowds(Cap(usd="0.01", per="hour", soft=True, name="all"))
     assert [(await crowd.comes(f"w{number}")).admitted for number in range(3)] == [True] * 3
+
+
+async def test_in_every_store_waiters_of_two_routers_share_one_pace_and_one_order_each(
+    store: BudgetStore, clock: TestClock
+) -> None:
+    until = TaskClass("until", max_wait="window", when_expired="drop")
+    caps, more = (cents(60, per="hour"),), {"classes": (until,), "default_class": "until"}
+    url = "http://127.0.0.1:9"
+    async with (
+        bench(url, *caps, store=store, clock=clock, **more) as one,
+        bench(url, *caps, store=store, clock=clock, **more) as other,
+    ):
+        crowds = Crowd(one), Crowd(other)
+        first = await crowds[0].comes("first", 60, task_class="until")
+        await first.leave(cents=60)
+        for number in range(6):
+            await crowds[number % 2].comes(str(number), 10, task_class="until")
+
+        async def out(least: int) -> None:
+            async def are_out() -> bool:
+                return sum(len(crowd.order) for crowd in crowds) - 1 >= least
+
+            await eventually(are_out)
+
+        await clock.advance(3600)
+        for turn in range(1, 7):
+            await clock.advance(1)  # the jitter of the first, and the look of those that came second
+            await clock.advance(1)
+            await out(turn)
+            for one_waiter in [w for crowd in crowds for w in crowd.all if w.admitted and not w.task.done()]:
+                await one_waiter.leave(cents=10)
+            assert sum(len(crowd.order) for crowd in crowds) - 1 == turn
+            await clock.advance(600)
+        assert crowds[0].order == ["first", "0", "2", "4"]
+        assert crowds[1].order == ["1", "3", "5"]
+
+
+async def test_a_wait_for_a_window_lasts_until_the_one_that_follows_is_over(crowds: Any, clock: TestClock) -> None:
+    until = TaskClass("until", max_wait="window", when_expired="retry_later")
+    high = TaskClass("high", priority=-1)
+    crowd = await crowds(cents(10, per="hour"), classes=(until, high))
+    first = await crowd.comes("first", task_class="until")
+    await first.leave(cents=10)
+    waits = await crowd.comes("waits", task_class="until")
+    await clock.advance(3599.5)
+    await clock.advance(0.5)
+    await (await crowd.comes("above", task_class="high")).leave(cents=10)
+    await clock.advance(3598)
+    assert waits.decision is None
+    await clock.advance(2)
+    assert waits.decision is not None
+    assert (waits.decision.reason, waits.decision.waited) == ("expired", 7200.0)
+
+
+async def test_a_policy_that_changes_while_somebody_tries_holds_for_what_it_does_next(crowds: Any, clock: TestClock) -> None:
+    class Slow(MemoryStore):
+        gate: asyncio.Event | None = None
+
+        async def reserve(self, *args: Any, **more: Any) -> Any:
+            if self.gate is not None:
+                await self.gate.wait()
+            return await super().reserve(*args, **more)
+
+    store = Slow(clock=clock)
+    crowd = await crowds(cents(10), store=store)
+    first = await crowd.comes("first")
+    waits = await crowd.comes("waits")
+    store.gate = asyncio.Event()
+    await first.leave()  # now it tries
+    crowd.bench.router.policy = policy_of(None, cents(9), **CLASSES)
+    store.gate.set()
+    await settle_down()
+    assert waits.admitted  # what was on its way is admitted under the policy that it began with
+    late = await crowd.comes("late")
+    assert late.decision is not None
+    assert late.decision.kind == "never"
 
 
 # Whatever happens.
