@@ -7,7 +7,7 @@ repetition or a limit on how long a caller waits, unless it runs the same script
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,16 @@ class Script:
     async def run(self, arguments: Sequence[str]) -> Any:
         """Do one operation."""
         return await self.client.evalsha(self._sha, int(arguments[0]), *arguments[1:])
+
+    def pair(self, written: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Callable[[int], Awaitable[None]]:
+        """Return what does the reserve and the settle that were written under a number."""
+
+        async def pair(at: int) -> None:
+            reserve, settle = written[at]
+            await self.run(reserve)
+            await self.run(settle)
+
+        return pair
 
     async def pipeline(self, calls: Sequence[Sequence[str]]) -> Any:
         """Send many operations together."""

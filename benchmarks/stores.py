@@ -411,13 +411,7 @@ async def _redis_bursts(
         taken = numbers.take(1000)
         steps.prepare(taken)
         written = steps.scripts(unconnected, taken)
-
-        async def pair(at: int) -> None:
-            reserve, settle = written[at]
-            await pool.run(reserve)
-            await pool.run(settle)
-
-        return await burst(pair, range(1000))
+        return await burst(pool.pair(written), range(1000))
 
     async def pipelined() -> Figures:
         taken = numbers.take(1000)
@@ -455,13 +449,7 @@ async def _redis_loop(blocks: int, store: RedisStore, unconnected: RedisStore, p
         taken = numbers.take(4000)
         steps.prepare(taken)
         written = steps.scripts(unconnected, taken)
-
-        async def pair(at: int) -> None:
-            reserve, settle = written[at]
-            await pool.run(reserve)
-            await pool.run(settle)
-
-        return await loops(pair, range(4000), callers=1000)
+        return await loops(pool.pair(written), range(4000), callers=1000)
 
     found = await alternate(blocks, {"ours": ours, "pool": pooled})
     p99 = {name: [block.percentile(99) * 1e3 for block in figures] for name, figures in found.items()}

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 from hypothesis import settings
 
+from router._vocabulary import local_encoding
 from router.testing import LocalProvider
 from stores import BudgetStore
 from tests import redis_server
@@ -13,6 +14,12 @@ from tests.support import PRICES, STORES, TestClock, opened_store, to_the_limit
 pytest.register_assert_rewrite("stores.conformance")
 
 settings.register_profile("thorough", max_examples=1000, deadline=None)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def vocabulary() -> None:
+    """Have the vocabulary that nearly every test counts with read once, before any of them could wait for it too long."""
+    local_encoding("o200k_base")
 
 
 @pytest.fixture

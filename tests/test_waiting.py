@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from router import Cap, Decision, PolicyError, Router, Task, TaskClass, WaitEvent
-from stores import BudgetStore, MemoryStore
+from router.charges import slots_of
+from router.waiting import Lines, Need, Waiter
+from stores import Balance, BudgetStore, MemoryStore
 from tests.support import CENT, Bench, TestClock, bench, chat, eventually, policy_of, settle_down, worth
 
 pytestmark = pytest.mark.anyio
@@ -156,7 +162,6 @@ async def test_a_thousand_deadlines_leave_no_line(crowds: Any, clock: TestClock)
 
 
 async def test_one_of_four_routers_gets_what_comes_back(crowds: Any, clock: TestClock) -> None:
-    """Q3: four processes, room for one: one is admitted. (Four routers on one store see each other only through it.)"""
     store = MemoryStore(clock=clock)
     four = [await crowds(cents(10), store=store) for _ in range(4)]
     first = await four[0].comes("first")
@@ -170,6 +175,55 @@ async def test_one_of_four_routers_gets_what_comes_back(crowds: Any, clock: Test
         await clock.advance(1)
         await clock.advance(1)
     assert [one.admitted for one in waiting] == [True] * 4
+
+
+async def test_one_of_four_processes_gets_what_comes_back(tmp_path: Path) -> None:
+    """Q3: four processes, room for one: one is admitted, and each of the others when the one before it has left."""
+    path = str(tmp_path / "budget.sqlite")
+    first = await _waiting_process(path)
+    others: list[asyncio.subprocess.Process] = []
+    try:
+        assert await _line_of(first) == "admitted"
+        others += [await _waiting_process(path) for _ in range(4)]
+        assert [await _line_of(other) for other in others] == ["waits"] * 4
+        left = {asyncio.create_task(_line_of(other)): other for other in others}
+        holder = first
+        while left:
+            assert [task for task in left if task.done()] == []
+            await _leaves(holder)
+            done, _ = await asyncio.wait(left, return_when=asyncio.FIRST_COMPLETED, timeout=30)
+            assert [task.result() for task in done] == ["admitted"]
+            holder = left.pop(done.pop())
+        await _leaves(holder)
+    finally:
+        for process in (first, *others):
+            if process.returncode is None:
+                process.kill()
+                await process.communicate()
+
+
+async def _waiting_process(path: str) -> asyncio.subprocess.Process:
+    root = Path(__file__).parent.parent
+    return await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.waiting_worker", path),
+        cwd=root,
+        env={**os.environ, "PYTHONPATH": str(root)},
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+
+
+async def _line_of(process: asyncio.subprocess.Process) -> str:
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        return (await process.stdout.readline()).decode().strip()
+
+
+async def _leaves(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.write(b"\n")
+    await process.stdin.drain()
+    assert await process.wait() == 0
 
 
 class Counting(MemoryStore):
@@ -643,6 +697,24 @@ async def test_a_policy_that_changes_while_somebody_tries_holds_for_what_it_does
     late = await crowd.comes("late")
     assert late.decision is not None
     assert late.decision.kind == "never"
+
+
+async def test_processes_spread_their_first_try_after_a_window_has_turned(clock: TestClock) -> None:
+    hour = cents(10, per="hour")
+    (slot,) = slots_of([hour], {}, now=clock.wall, tree=None, admit_at=None)
+    need = Need((slot.bucket.tree, "all", ()), slot, CENT)
+    first_tries = []
+    for jitter in (0.0, 0.25, 0.999):
+        lines = Lines(jitter=partial(float, jitter))
+        waiter = Waiter(TaskClass("until", max_wait="window", when_expired="drop"), (need,), since=0.0, deadline=None, size=1)
+        lines.enter(waiter, {need.key: Balance(slot.bucket, 0, 10 * CENT)}, clock.wall, 0.0)
+        assert slot.bucket.ends is not None
+        for now in range(slot.bucket.ends - 2, slot.bucket.ends + 1100):
+            lines.advance(now, (now - clock.wall) / 1000)
+            if waiter.future.done():
+                first_tries.append(now - slot.bucket.ends)
+                break
+    assert first_tries == [0, 250, 999]
 
 
 # Whatever happens.
