@@ -5,7 +5,7 @@
 `--trace` is a recorded trace (time, prompt tokens, output tokens), such as AzureLLMInferenceTrace_code.csv of
 Azure/AzurePublicDataset; its first hour is replayed against a cap that holds about half of it, three ways: in lines by class,
 first come first served, and refusing at once. `--picture` draws how a full queue drains when the window turns, with the pace
-and without it.
+and without it. The bars mean nothing with `--blocks 1`.
 """
 
 from __future__ import annotations

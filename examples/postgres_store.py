@@ -1,5 +1,7 @@
 """A store in PostgreSQL (13 or later): the books lie beside the data that a team has already, shared by every machine.
 
+    from postgres_store import PostgresStore  # this file, copied beside yours; needs asyncpg
+
     store = PostgresStore("postgresql://budget@localhost/app")
     async with Router(policy, store) as router: ...
 

@@ -34,6 +34,9 @@ __all__ = ["Gate"]
 
 _log = logging.getLogger("budget_router")
 
+LOOK_AGAIN = 60.0
+"""Seconds until a deferred task is tried again where a cap without a window says no time."""
+
 _TRIES = 4
 """How often one admission may reserve: the clock's offset is corrected, or a limit shrinks to the room that was left."""
 
@@ -48,6 +51,12 @@ class _Refusal:
     balances: Mapping[LineKey, Balance]
     ends: int | None
     """When the last of the refusing windows ends, in milliseconds since the epoch; None where one has no end."""
+
+    @property
+    def may_fit(self) -> bool:
+        """Whether waiting may help: a cap without a window that is spent stays so, unless somebody credits it."""
+        cap = self.decision.cap
+        return self.decision.kind != "never" and not (self.decision.kind == "spent" and cap is not None and cap.ends is None)
 
 
 class Gate:
@@ -114,7 +123,7 @@ class Gate:
             tried = replace(behind, wish=wish)
         if not isinstance(tried, _Refusal):
             return tried
-        if tried.wish.task_class.max_wait == 0 or tried.decision.kind == "never":
+        if tried.wish.task_class.max_wait == 0 or not tried.may_fit:
             return await self._answer(tried, started)
         return await self._wait(tried, started)
 
@@ -280,7 +289,11 @@ class Gate:
         finally:
             self.queue.leave(waiter)
             self._say("admit" if admitted else "expire", refusal, self._clock.monotonic() - since)
-        if told.kind != "never":
+        # How the caps stand by now, not how they stood when it came.
+        last = self._known(wish, waiter)
+        if last is not None and last.decision.cap is not None:
+            refusal, told = last, last.decision
+        if refusal.may_fit:
             told = replace(told, reason="expired")
         return await self._answer(replace(refusal, decision=told), started, since)
 
@@ -347,7 +360,7 @@ class Gate:
         """Do what the class says of a task that no cap lets through in its time."""
         wish, decision = refusal.wish, refusal.decision
         if since is not None:
-            decision = self._waited(self._later(decision), since)
+            decision = self._waited(decision, since)
         if decision.kind == "never":
             return decision
         match wish.task_class.when_expired:
@@ -366,17 +379,9 @@ class Gate:
             case _:
                 return decision
 
-    def _later(self, decision: Decision) -> Decision:
-        """Return a refusal whose wait is over with the time for another try as it is now."""
-        if decision.cap is None or decision.kind != "spent" or decision.cap.ends is None:
-            return decision
-        left = (decision.cap.ends - self.now()) / 1000
-        return replace(decision, retry_after=left if left > 0 else BUSY_RETRY_AFTER)
-
     async def _defer(self, task: Task, decision: Decision) -> Decision:
         assert self._deferral is not None  # noqa: S101 (checked with the policy)
-        # A cap without a window says no time; whoever keeps the task tries again, and is refused until there is budget.
-        later = BUSY_RETRY_AFTER if decision.retry_after is None else decision.retry_after
+        later = LOOK_AGAIN if decision.retry_after is None else decision.retry_after
         moment = datetime.fromtimestamp(self.now() / 1000, UTC) + timedelta(seconds=later)
         try:
             await self._deferral.defer(task, moment)

@@ -165,10 +165,16 @@ class Queue:
                         depth=len(waiters),
                         oldest=time - min(waiter.since for waiter in waiters),
                         waits_for=_waits_for(line, need, now),
-                        expected=line.expected(need.slot.line, _wanted(line, self._lines.waiters.values()), now),
+                        expected=line.expected(need.slot.line, self._ahead(line, waiters[0], time), now),
                     )
                 )
         return tuple(found)
+
+    def _ahead(self, line: Line, member: Waiter, time: float) -> int:
+        """Return what those want who stand before one that comes now with the priority of a member."""
+        priority = member.task_class.priority
+        ahead = (waiter for waiter in self._lines.waiters.values() if waiter.rank(time)[0] <= priority)
+        return sum(need.amount for waiter in ahead for need in waiter.needs if waiter.stood.get(need.key) is line)
 
     # Waking.
 
@@ -212,7 +218,3 @@ def _waits_for(line: Line, need: Need, now: int) -> Literal["room", "window", "p
     if line.room_for(need):
         return "room" if line.in_pace(need, now) else "pace"
     return "room" if line.spent + need.amount <= need.slot.line else "window"
-
-
-def _wanted(line: Line, waiters: Iterable[Waiter]) -> int:
-    return sum(need.amount for waiter in waiters for need in waiter.needs if need.key == line.key and line.key in waiter.stood)

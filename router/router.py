@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from types import TracebackType
@@ -69,6 +70,8 @@ class Router:
         self._preparing: asyncio.Task[None] | None = None
         self._deferral = deferral
         _check(policy, deferral)
+        if not isinstance(hooks, list | tuple) or not all(map(_is_hook, hooks)):
+            raise PolicyError("hooks must be a list of functions that take a WaitEvent, none of them 'async def'")
         self._settler = Settler(
             store, self._clock, lease=_ms(policy.lease), patience=policy.settle_timeout, observer=_Observer(self)
         )
@@ -367,14 +370,21 @@ def _check(policy: Policy, deferral: Deferral | None) -> None:
         if model is not None and model.client is not None and not isinstance(model.client, AsyncOpenAI):
             kind = type(model.client).__name__
             raise PolicyError(f"the client of model {model.name!r} must be an openai.AsyncOpenAI, not {kind}")
-    if deferral is not None and not isinstance(deferral, Deferral):
-        raise PolicyError(f"deferral must have 'async def defer(task, not_before)', as {type(deferral).__name__} has not")
+    if deferral is not None and (
+        isinstance(deferral, type) or not inspect.iscoroutinefunction(getattr(deferral, "defer", None))
+    ):
+        shown = f"the class {deferral.__name__}" if isinstance(deferral, type) else type(deferral).__name__
+        raise PolicyError(f"deferral must be an object with 'async def defer(task, not_before)', not {shown}")
     for task_class in policy.classes:
         if task_class.when_expired == "defer" and deferral is None:
             raise PolicyError(
                 f"class {task_class.name!r} defers: give the router who keeps its tasks, Router(policy, store, deferral=…), "
                 "or write when_expired='downgrade', 'retry_later' or 'drop'"
             )
+
+
+def _is_hook(hook: object) -> bool:
+    return callable(hook) and not inspect.iscoroutinefunction(hook)
 
 
 def _ms(seconds: float) -> int:

@@ -442,8 +442,75 @@ async def test_a_class_that_defers_needs_somebody_who_keeps_its_tasks(clock: Tes
     policy = policy_of(None, classes=[TaskClass("later", when_expired="defer")])
     with pytest.raises(PolicyError, match=r"class 'later' defers: give the router who keeps its tasks"):
         Router(policy, MemoryStore(clock=clock))
-    with pytest.raises(PolicyError, match=r"deferral must have 'async def defer"):
-        Router(policy, MemoryStore(clock=clock), deferral=object())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["object", "sync", "class", "number"])
+def test_whoever_cannot_keep_tasks_is_refused_when_the_router_is_built(name: str) -> None:
+    class Sync:
+        def defer(self, task: Task, not_before: datetime) -> None: ...
+
+    class Right:
+        async def defer(self, task: Task, not_before: datetime) -> None: ...
+
+    class Number:
+        defer = 5
+
+    wrong: Any = {"object": object(), "sync": Sync(), "class": Right, "number": Number()}[name]
+    with pytest.raises(PolicyError, match=r"deferral must be an object with 'async def defer\(task, not_before\)', not "):
+        Router(policy_of(None), MemoryStore(), deferral=wrong)
+    assert Router(policy_of(None), MemoryStore(), deferral=Right())
+
+
+async def _waits_for(event: WaitEvent) -> None: ...
+
+
+@pytest.mark.parametrize("hooks", [print, None, "abc", [5], [_waits_for], {"enqueue": print}])
+def test_hooks_that_are_no_list_of_functions_are_refused_when_the_router_is_built(hooks: Any) -> None:
+    with pytest.raises(PolicyError, match="hooks must be a list of functions that take a WaitEvent, none of them 'async def'"):
+        Router(policy_of(None), MemoryStore(), hooks=hooks)
+
+
+async def test_a_wait_that_is_over_says_how_the_cap_stands_by_then(crowds: Any, clock: TestClock) -> None:
+    kept: list[datetime] = []
+
+    class Keeper:
+        async def defer(self, task: Task, not_before: datetime) -> None:
+            kept.append(not_before)
+
+    later = TaskClass("later", max_wait=60, when_expired="defer")
+    crowd = await crowds(cents(10, per="hour"), classes=(later,), deferral=Keeper())
+    first = await crowd.comes("first", task_class="later")
+    waits = await crowd.comes("waits", task_class="later")
+    await first.leave(cents=10)
+    await clock.advance(60)
+    decision = waits.decision
+    assert decision is not None
+    assert decision.cap is not None
+    assert (decision.kind, decision.cap.spent, decision.cap.held, decision.retry_after) == ("spent", 10 * CENT, 0, 3540.0)
+    assert kept == [datetime(2026, 8, 1, 1, tzinfo=UTC)]
+
+
+async def test_a_spent_cap_without_a_window_lets_nobody_wait(crowds: Any) -> None:
+    crowd = await crowds(cents(10))
+    first = await crowd.comes("first")
+    waits = await crowd.comes("waits")
+    await first.leave(cents=10)
+    late = await crowd.comes("late")
+    for one in (waits, late):
+        assert one.decision is not None
+        assert (one.decision.reason, one.decision.kind, one.decision.retry_after) == ("cap", "spent", None)
+
+
+async def test_the_expected_wait_is_that_of_whoever_comes_now_with_the_same_priority(crowds: Any, clock: TestClock) -> None:
+    low = TaskClass("low", priority=9, max_wait="window", when_expired="drop")
+    high = TaskClass("high", priority=0, max_wait="window", when_expired="drop")
+    crowd = await crowds(cents(60, per="hour"), classes=(low, high))
+    await (await crowd.comes("first", 60)).leave(cents=60)
+    for number in range(5):
+        await crowd.comes(f"low{number}", 10)
+    await crowd.comes("high", 10, task_class="high")
+    expected = {line.task_class: line.expected for line in (await crowd.bench.router.status()).waiting}
+    assert expected == {"low": 3600 + 6 * 600, "high": 3600 + 600}
 
 
 async def test_closing_the_router_ends_every_waiter_with_a_decision(crowds: Any, clock: TestClock) -> None:
