@@ -41,6 +41,21 @@ class Row:
         return cls(name, median(values), unit, (min(values), max(values)) if len(values) > 1 else None)
 
 
+def number_above_0(text: str) -> float:
+    """Read an argument that must be a number above 0, for argparse."""
+    number = float(text)
+    if not 0 < number < float("inf"):
+        raise ValueError(text)
+    return number
+
+
+def whole_above_0(text: str) -> int:
+    """Read an argument that must be a whole number above 0, for argparse."""
+    if int(text) < 1:
+        raise ValueError(text)
+    return int(text)
+
+
 def show(title: str, rows: Sequence[Row], *, as_json: bool) -> int:
     """Print the rows; return 1 when a bar does not hold."""
     if as_json:

@@ -31,7 +31,7 @@ import throttled.asyncio
 from redis.asyncio import Redis
 
 from benchmarks.load import Figures, Numbers, Pair, alternate, burst, loops, ratios
-from benchmarks.report import Row, show
+from benchmarks.report import Row, show, whole_above_0
 from benchmarks.rivals import Dicts, Script, Transactions
 from stores import Bucket, BudgetStore, Charge, MemoryStore, SQLiteStore, new_id
 from stores._ops import Reserve, Settle
@@ -537,7 +537,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stores", description=__doc__)
     every = ("memory", "sqlite", "redis")
     parser.add_argument("--only", nargs="+", choices=every, default=every, help="the stores to look at")
-    parser.add_argument("--blocks", type=int, default=7, help="how often each side runs (default: 7)")
+    parser.add_argument("--blocks", type=whole_above_0, default=7, help="how often each side runs (default: 7)")
     parser.add_argument("--json", action="store_true", help="print one object")
     arguments = parser.parse_args()
     sys.exit(asyncio.run(main(arguments.only, arguments.blocks, arguments.json)))

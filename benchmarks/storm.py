@@ -34,7 +34,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
-from benchmarks.report import Row, show
+from benchmarks.report import Row, number_above_0, show
 from benchmarks.storm_plan import CHEAP, ESTIMATE, USERS, Ask, Storm, replies, store_of
 from benchmarks.storm_worker import work
 from router.caps import Cap
@@ -413,7 +413,7 @@ def _keys(counters: Iterable[Counter[str]]) -> list[str]:
 def main() -> int:
     """Let the storms pass and print what is left."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.storm", description=__doc__.partition("\n")[0])
-    parser.add_argument("--seconds", type=float, default=40, help="how long each storm lasts (default: 40)")
+    parser.add_argument("--seconds", type=number_above_0, default=40, help="how long each storm lasts (default: 40)")
     parser.add_argument("--store", nargs="+", choices=("sqlite", "redis"), default=("sqlite", "redis"))
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--tasks", type=int, default=500, help="callers in each process (default: 500)")

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import quantiles
 from typing import Any
 
-from benchmarks.report import Row, show
+from benchmarks.report import Row, show, whole_above_0
 from router import Cap, Model, Policy, Price, Router, Task, TaskClass, Usage
 from router.charges import Slot
 from router.waiting import Line, Lines, Need, Waiter
@@ -160,8 +160,11 @@ class Arrival:
 
 def recorded(path: Path) -> list[Arrival]:
     """Read the first hour of a trace."""
-    with path.open(newline="") as file:
-        rows = list(csv.reader(file))[1:]
+    try:
+        with path.open(newline="") as file:
+            rows = list(csv.reader(file))[1:]
+    except OSError as error:
+        raise SystemExit(f"benchmarks.waiting: --trace {path} cannot be read: {error.strerror}") from None
     times = [datetime.fromisoformat(row[0][:26]) for row in rows]
     seconds = [(moment - times[0]).total_seconds() for moment in times]
     return [Arrival(at, int(row[1]) + int(row[2])) for at, row in zip(seconds, rows, strict=True) if at < 3600]
@@ -331,7 +334,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m benchmarks.waiting", description=__doc__)
     parser.add_argument("--trace", type=Path, help="a recorded trace; without one, an hour is drawn")
     parser.add_argument("--picture", type=Path, help="write a picture of the drain here (.svg or .png; needs matplotlib)")
-    parser.add_argument("--blocks", type=int, default=7, help="how often each measure of a place runs (default: 7)")
+    parser.add_argument("--blocks", type=whole_above_0, default=7, help="how often each measure of a place runs (default: 7)")
     parser.add_argument("--json", action="store_true", help="print one object")
     arguments = parser.parse_args()
     sys.exit(asyncio.run(main(arguments.trace, arguments.picture, arguments.blocks, arguments.json)))
