@@ -101,8 +101,7 @@ class Gate:
         wish = await plan(policy, task, policy.task_class(task.task_class), self._estimator)
         if self.closed:
             decided: Call | Decision = wish.decide(served=False, reason="closed")
-        elif self._settler.open + self._settler.backlog + self._reserving >= policy.max_open:
-            # Every settle must have a place: what may be open is bounded by what may wait to be settled.
+        elif self._is_full(policy):
             decided = replace(wish.decide(served=False, reason="full"), retry_after=BUSY_RETRY_AFTER)
         elif wish.unseen:
             decided = wish.decide(served=False, reason="unseen_input")
@@ -111,6 +110,10 @@ class Gate:
         if isinstance(decided, Decision):
             self._telemetry.refuse(task, decided)
         return decided
+
+    def _is_full(self, policy: Policy) -> bool:
+        """Say whether as many calls are open as may be: every settle must have a place, should the store be away."""
+        return self._settler.open + self._settler.backlog + self._reserving >= policy.max_open
 
     async def _newcomer(self, wish: Plan, started: float) -> Call | Decision:
         behind = self._behind(wish)
@@ -259,29 +262,43 @@ class Gate:
         waiter = Waiter(wish.task_class, refusal.needs, since=since, deadline=self._until(refusal, started, since), size=size)
         told = refusal.decision  # of the last cap that refused, for the record
         admitted = False
-        self.queue.enter(waiter, refusal.balances)
-        self._say("enqueue", refusal, 0.0)
+
+        def is_late() -> bool:
+            return waiter.deadline is not None and self._clock.monotonic() >= waiter.deadline
+
         try:
+            self.queue.enter(waiter, refusal.balances)
+            self._say("enqueue", refusal, 0.0)
             while True:
-                word = await waiter.future
-                if word == "closed":
-                    return self._waited(wish.decide(served=False, reason="closed"), since)
-                if word == "expired":
+                if await waiter.future == "expired":
                     break
                 known = None
-                while wish.policy is not self.policy:
+                while wish.policy is not self.policy and not self.closed:
                     wish = await self._again(wish)
                     known = self._known(wish, waiter)
+                if self.closed:
+                    return self._waited(wish.decide(served=False, reason="closed"), since)
+                if known is None and self._is_full(wish.policy):
+                    self.queue.pause(waiter)
+                    self.queue.enter(waiter, refusal.balances)
+                    continue
                 tried = await self._try(wish, started, waiter) if known is None else known
                 if isinstance(tried, Call):
+                    if is_late():
+                        self._settler.withdraw(tried)
+                        break
                     admitted = True
                     tried.decision = self._waited(tried.decision, since)
                     return tried
                 if isinstance(tried, Decision):
+                    if tried.reason == "store_unavailable" and not is_late():
+                        self.queue.pause(waiter)
+                        self.queue.enter(waiter, refusal.balances)
+                        continue
                     return self._waited(tried, since)
                 refusal, waiter.needs, waiter.task_class = tried, tried.needs, wish.task_class
                 told = refusal.decision if refusal.decision.cap is not None else told
-                if told.kind == "never" or (waiter.deadline is not None and self._clock.monotonic() >= waiter.deadline):
+                if told.kind == "never" or is_late():
                     break
                 self.queue.enter(waiter, refusal.balances)
                 if wish.policy is not self.policy:
@@ -305,6 +322,8 @@ class Gate:
         misfits = []
         for need in needs_of(slots, option, wish.estimates[option].amounts):
             line = waiter.stood.get(need.key)
+            if line is not None and line.bucket.key != need.slot.bucket.key:
+                line = None  # of another window: what is in this one is not known
             if line is not None or need.amount > need.slot.line:
                 balance = Balance(need.slot.bucket) if line is None else Balance(need.slot.bucket, line.held, line.spent)
                 misfits.append(Misfit(charges[need.slot.bucket.key], balance))

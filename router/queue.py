@@ -10,12 +10,13 @@ import asyncio
 import contextlib
 import logging
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
 from router.clock import Clock
-from router.waiting import Line, LineKey, Lines, Need, Waiter, Wake
+from router.waiting import LOOK_EVERY, Line, LineKey, Lines, Need, Waiter, Wake
 from stores import Balance, BudgetStore, StoreUnavailable
 
 __all__ = ["LineStatus", "Queue", "WaitEvent"]
@@ -23,7 +24,7 @@ __all__ = ["LineStatus", "Queue", "WaitEvent"]
 _log = logging.getLogger("budget_router")
 
 _LOOKED_AT = 400
-"""Most buckets that one look asks about; more lines than that take turns."""
+"""How many buckets one call of a look asks about."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +123,10 @@ class Queue:
         """Wake one, if it stands."""
         self._lines.tell(waiter, word)
 
+    def pause(self, waiter: Waiter) -> None:
+        """Let nobody try for a second who stands where a waiter stood."""
+        self._lines.pause(waiter, self._now())
+
     def tell_all(self, word: Wake) -> None:
         """Wake everybody who stands: the policy was changed, or the router was closed."""
         self._lines.tell_all(word)
@@ -147,34 +152,31 @@ class Queue:
     def status(self) -> tuple[LineStatus, ...]:
         """Return depth and age per class and line."""
         now, time = self._now(), self._clock.monotonic()
+        places: dict[tuple[Line, str], list[Waiter]] = {}
+        wanted: dict[Line, Counter[float]] = {}
+        for waiter in self._lines.waiters.values():
+            for need in waiter.needs:
+                line = waiter.stood.get(need.key)
+                if line is not None:
+                    places.setdefault((line, waiter.task_class.name), []).append(waiter)
+                    wanted.setdefault(line, Counter())[waiter.rank(time)[0]] += need.amount
         found = []
-        for line in self._lines.lines():
-            waiting: dict[str, list[Waiter]] = {}
-            for waiter in self._lines.waiters.values():
-                if waiter.stood.get(line.key) is line:
-                    waiting.setdefault(waiter.task_class.name, []).append(waiter)
-            for task_class, waiters in waiting.items():
-                need = next((need for need in waiters[0].needs if need.key == line.key), None)
-                if need is None:  # a policy that was changed just now has no such cap any more
-                    continue
-                found.append(
-                    LineStatus(
-                        cap=line.slot.cap.name,
-                        scope=dict(line.slot.scope),
-                        task_class=task_class,
-                        depth=len(waiters),
-                        oldest=time - min(waiter.since for waiter in waiters),
-                        waits_for=_waits_for(line, need, now),
-                        expected=line.expected(need.slot.line, self._ahead(line, waiters[0], time), now),
-                    )
+        for (line, name), waiters in places.items():
+            first = waiters[0]
+            need = next(need for need in first.needs if need.key == line.key)
+            ahead = sum(amount for rank, amount in wanted[line].items() if rank <= first.task_class.priority)
+            found.append(
+                LineStatus(
+                    cap=line.slot.cap.name,
+                    scope=dict(line.slot.scope),
+                    task_class=name,
+                    depth=len(waiters),
+                    oldest=time - min(waiter.since for waiter in waiters),
+                    waits_for=_waits_for(line, need, now),
+                    expected=line.expected(need.slot.line, ahead, now),
                 )
+            )
         return tuple(found)
-
-    def _ahead(self, line: Line, member: Waiter, time: float) -> int:
-        """Return what those want who stand before one that comes now with the priority of a member."""
-        priority = member.task_class.priority
-        ahead = (waiter for waiter in self._lines.waiters.values() if waiter.rank(time)[0] <= priority)
-        return sum(need.amount for waiter in ahead for need in waiter.needs if waiter.stood.get(need.key) is line)
 
     # Waking.
 
@@ -183,31 +185,38 @@ class Queue:
         if self._tending is None or self._tending.done():
             self._tending = asyncio.get_running_loop().create_task(self._tend(), name="budget-router queue")
         elif self._asleep_until is not None:
-            due = self._lines.due(self._now(), self._clock.monotonic())
+            due = self._due()
             if due is not None and due < self._asleep_until:
                 self._asleep_until = None
                 self._tending.cancel()
                 self._tending = asyncio.get_running_loop().create_task(self._tend(), name="budget-router queue")
 
     async def _tend(self) -> None:
-        while (due := self._lines.due(self._now(), self._clock.monotonic())) is not None:
+        while (due := self._due()) is not None:
             self._asleep_until = due
             await self._clock.sleep(max(0.0, due - self._clock.monotonic()))
             self._asleep_until = None
             time = self._clock.monotonic()
             self._lines.advance(self._now(), time)
-            if time >= self._looked + 1 and (self._looking is None or self._looking.done()):
+            if time >= self._looked + LOOK_EVERY and (self._looking is None or self._looking.done()):
                 # Apart, so that a store that does not answer holds up nobody's deadline.
                 self._looked = time
                 self._looking = asyncio.get_running_loop().create_task(self._look(), name="budget-router look")
 
+    def _due(self) -> float | None:
+        """Return when somebody has to be woken or the store looked at; None while nobody waits."""
+        if not len(self._lines):
+            return None
+        time = self._clock.monotonic()
+        due = self._lines.due(self._now(), time)
+        look = max(time, self._looked + LOOK_EVERY) if self._looking is None or self._looking.done() else time + LOOK_EVERY
+        return look if due is None else min(due, look)
+
     async def _look(self) -> None:
         """Ask the store how the buckets stand for which somebody waits."""
-        buckets = self._lines.buckets(_LOOKED_AT)
-        if not buckets:
-            return
         try:
-            self.saw(await self._store.balances(buckets))
+            for buckets in self._lines.buckets(_LOOKED_AT):
+                self.saw(await self._store.balances(buckets))
         except StoreUnavailable:
             pass  # looked at again a second later
         except Exception:  # noqa: BLE001 (a store of somebody else: logged, and looked at again)

@@ -87,6 +87,14 @@ class Settler:
         self._open[call.id] = call
         self._renew_soon()
 
+    def withdraw(self, call: Call) -> None:
+        """Give back what a call holds that came too late for its caller, as if it had not been admitted."""
+        self._open.pop(call.id, None)
+        if call.local:
+            self._observer.written(call.id)
+        else:
+            self.forget(call.id)
+
     def change_lease(self, lease: int) -> None:
         """Renew for `lease` milliseconds from now on."""
         shorter, self._lease = lease < self._lease, lease

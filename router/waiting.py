@@ -127,7 +127,8 @@ class _Group:
 
     def tidy(self) -> None:
         """Let go of those that left from the middle."""
-        self.heap = [(age, waiter) for age, waiter in self.heap if waiter.state == "standing" and waiter.group is self]
+        kept = {age: waiter for age, waiter in self.heap if waiter.state == "standing" and waiter.group is self}
+        self.heap = list(kept.items())
         heapify(self.heap)
 
 
@@ -166,7 +167,7 @@ class Line:
         if starts is None or ends is None:
             return None
         others = self.held + self.spent - self.drained
-        return max(1, max(0, stops - others) * (now - starts) // (ends - starts))
+        return max(1, max(0, stops - others) * (min(now, ends) - starts) // (ends - starts))
 
     def in_pace(self, need: Need, now: int) -> bool:
         """Say whether the pace lets one more out: by at most one task is it ever ahead."""
@@ -242,6 +243,7 @@ class Lines:
 
     def enter(self, waiter: Waiter, refused: Mapping[LineKey, Balance], now: int, time: float) -> None:
         """Take a place in the line of every bucket that refused, and keep it until the waiter leaves."""
+        freed = [line for line, _ in waiter.tries]
         self._stop(waiter)
         if waiter.age < 0:
             waiter.age = next(self._ages)
@@ -256,16 +258,18 @@ class Lines:
         # The one that opens last: what is spent opens when its window turns, what is held may come back at any time.
         last = max(needs, key=lambda need: self._opens(need, waiter.stood[need.key]))
         self._stand(waiter, last, now)
-        self._dispatch((waiter.stood[last.key],), now, time)
+        if waiter.deadline is not None and waiter.deadline <= time:
+            self._stop(waiter)
+            _tell(waiter, "expired")
+        self._dispatch((waiter.stood[last.key], *freed), now, time)
 
     def leave(self, waiter: Waiter, now: int, time: float) -> None:
         """Give up the place, at once; what it would have held is free for others."""
         if waiter.state == "gone":
             return
-        line, touched = waiter.line, [line for line, _ in waiter.tries]
-        if waiter.state == "standing" and line is not None:
-            touched.append(line)
-            line.left += 1
+        touched = [line for line, _ in waiter.tries]
+        if waiter.line is not None:
+            touched.append(waiter.line)
         self._stop(waiter)
         waiter.state = "gone"
         if self.waiters.pop(waiter.age, None) is not None:
@@ -309,35 +313,35 @@ class Lines:
             self._dispatch((line,), now, time)
 
     def due(self, now: int, time: float) -> float | None:
-        """Return when `advance` is to be called next, by the monotonic clock; None while nobody waits."""
-        if not self.waiters:
-            return None
-        while self._deadlines and self._deadlines[0][2].state in ("gone", "new"):
+        """Return when `advance` is to be called next, by the monotonic clock; None where nothing is due by itself."""
+        while self._deadlines and self._deadlines[0][2].state == "gone":
             heappop(self._deadlines)
         while self._looks and self._looks[0][2].look != self._looks[0][0]:
             heappop(self._looks)
-        moments = [time + LOOK_EVERY, *(entry[0] for entry in self._deadlines[:1])]
+        moments = [entry[0] for entry in self._deadlines[:1]]
         moments += (time + (entry[0] - now) / 1000 for entry in self._looks[:1])
-        return max(time, min(moments))
+        return max(time, min(moments)) if moments else None
 
     def tell(self, waiter: Waiter, word: Wake) -> None:
-        """Wake one who stands, whatever the buckets say."""
+        """Wake one who stands, whatever the buckets say; it keeps its place meanwhile, and nobody overtakes it."""
         if waiter.state == "standing":
-            self._stop(waiter)
             _tell(waiter, word)
+
+    def pause(self, waiter: Waiter, now: int) -> None:
+        """Let nobody try for a while who stands where a waiter stood: whoever tries would fail for another reason than room."""
+        for line in waiter.stood.values():
+            line.opens = max(line.opens, now + round(1000 * LOOK_EVERY))
+            self._look_at(line, line.opens)
 
     def tell_all(self, word: Wake) -> None:
         """Wake everybody who stands, whatever the buckets say."""
         for waiter in tuple(self.waiters.values()):
             self.tell(waiter, word)
 
-    def buckets(self, most: int) -> tuple[Bucket, ...]:
-        """Return the buckets to look at next, in turns where there are many."""
-        found: list[Bucket] = []
-        for key in tuple(self._lines)[: most // 2]:
-            line = self._lines[key] = self._lines.pop(key)
-            found += (line.bucket, line.drain) if line.bucket.ends is not None else (line.bucket,)
-        return tuple(found)
+    def buckets(self, most: int) -> list[tuple[Bucket, ...]]:
+        """Return the buckets to look at, at most so many at a time."""
+        found = [bucket for line in self._lines.values() for bucket in (line.bucket, line.drain)]
+        return [tuple(found[at : at + most]) for at in range(0, len(found), most)]
 
     def paces(self, waiter: Waiter, now: int) -> dict[LineKey, int]:
         """Return, per line that a waiter stood in, what may have come out of it by now."""
@@ -366,10 +370,14 @@ class Lines:
             line = self._lines[need.key] = Line(need.key, need.slot)
             self._name(line)
             self._look_at(line, line.bucket.ends)
-        elif line.bucket.key != need.slot.bucket.key and (line.bucket.ends or 0) < (need.slot.bucket.ends or 0):
+        elif line.bucket.key != need.slot.bucket.key and (
+            line.slot.cap.period != need.slot.cap.period or (line.bucket.ends or 0) < (need.slot.bucket.ends or 0)
+        ):
             self._forget_names(line)
             line.turn(need.slot)
             self._name(line)
+            line.opens, line.look = 0, None
+            self._look_at(line, line.bucket.ends)
         if need.key not in waiter.stood:
             waiter.stood[need.key] = line
             line.members += 1
@@ -380,6 +388,9 @@ class Lines:
         if instant is not None and (line.look is None or instant < line.look):
             line.look = instant
             heappush(self._looks, (instant, next(self._numbers), line))
+            if len(self._looks) > 100 and len(self._looks) > 4 * len(self._lines):
+                self._looks = [entry for entry in self._looks if entry[2].look == entry[0]]
+                heapify(self._looks)
 
     def _tidy(self) -> None:
         """Let go of the deadlines of those that left, when they are many."""
@@ -428,6 +439,7 @@ class Lines:
         """Take it out of the line that it stands in, or from among those that try."""
         if waiter.state == "standing" and waiter.line is not None:
             waiter.line.standing -= 1
+            waiter.line.left += 1
         elif waiter.state == "trying":
             if waiter.group is not None:
                 waiter.group.trying.discard(waiter)
@@ -440,47 +452,71 @@ class Lines:
         if self._lines.get(line.key) is line:
             del self._lines[line.key]
         self._forget_names(line)
+        line.groups.clear()
+        line.look = None
 
     def _dispatch(self, lines: Iterable[Line], now: int, time: float) -> None:
         """Let those try that fit, in their order; one that does not fit holds up those whose line is no higher than its own."""
-        stopped = {line: -1 for line in lines if now >= line.opens}
-        while True:
-            heads = [
-                (head.rank(time), line, group, head)
-                for line, stop in stopped.items()
-                for group in line.groups.values()
-                if group.stops > stop and (head := group.head()) is not None
-            ]
-            if not heads:
-                return
-            _, line, group, waiter = min(heads, key=lambda entry: entry[0])
+        stopped: dict[Line, int] = {}
+        heads: list[tuple[tuple[float, int], int, Line, _Group]] = []
+        for line in lines:
+            if line.bucket.ends is not None and line.bucket.ends <= now:
+                self._turn(line, now)
+            if line in stopped or now < line.opens:
+                continue
+            stopped[line] = -1
+            for key, group in tuple(line.groups.items()):
+                head = group.head()
+                if head is not None:
+                    heads.append((head.rank(time), next(self._numbers), line, group))
+                elif not group.trying:
+                    del line.groups[key]
+        heapify(heads)
+        while heads:
+            _, _, line, group = heappop(heads)
+            waiter = group.head()
+            if waiter is None or group.stops <= stopped[line]:
+                continue
             need = next(need for need in waiter.needs if need.key == line.key)
-            if (elsewhere := self._held_up(waiter, line, now)) is not None:
+            fits, in_pace = line.room_for(need), line.in_pace(need, now)
+            elsewhere = self._held_up(waiter, line, now, time)
+            # On to the line that keeps it longest, and never back and forth between two that both have no room.
+            if elsewhere is not None and (
+                (fits and in_pace) or self._opens(elsewhere, self._lines[elsewhere.key]) > self._opens(need, line)
+            ):
                 line.standing -= 1
                 heappop(group.heap)
                 self._stand(waiter, elsewhere, now)
-            elif not line.room_for(need):
+            elif not fits:
                 if line.bucket.ends is None and line.spent + need.amount > need.slot.line:
                     self._stop(waiter)
                     _tell(waiter, "expired")  # nothing that anybody gives back would make it fit
                 else:
                     stopped[line] = group.stops
-            elif not line.in_pace(need, now):
+            elif not in_pace:
                 self._look_at(line, line.in_pace_at(need.slot.line))
                 stopped[line] = group.stops
             else:
                 heappop(group.heap)
                 line.standing -= 1
                 self._let_try(waiter, group)
+            following = group.head()
+            if following is not None and group.stops > stopped[line]:
+                heappush(heads, (following.rank(time), next(self._numbers), line, group))
 
-    def _held_up(self, waiter: Waiter, line: Line, now: int) -> Need | None:
-        """Return what it needs of another line, where that has no room for it."""
+    def _held_up(self, waiter: Waiter, line: Line, now: int, time: float) -> Need | None:
+        """Return what it needs of another line, where that has no room for it or somebody stands ahead of it."""
         for need in waiter.needs:
             other = self._lines.get(need.key)
             if other is None or other is line:
                 continue
             if not other.room_for(need) or (need.key in waiter.stood and not other.in_pace(need, now)):
                 return need
+            rank = waiter.rank(time)
+            for group in other.groups.values():
+                first = group.first() if group.stops >= need.slot.line else None
+                if first is not None and first.rank(time) < rank:
+                    return need
         return None
 
     def _let_try(self, waiter: Waiter, group: _Group) -> None:
