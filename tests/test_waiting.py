@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import AsyncIterator
@@ -19,7 +20,7 @@ from hypothesis import strategies as st
 from router import Cap, Decision, PolicyError, Router, Task, TaskClass, WaitEvent
 from router.charges import slots_of
 from router.waiting import Lines, Need, Waiter
-from stores import Balance, BudgetStore, MemoryStore
+from stores import Balance, BudgetStore, MemoryStore, StoreUnavailable
 from tests.support import CENT, Bench, TestClock, bench, chat, eventually, policy_of, settle_down, worth
 
 pytestmark = pytest.mark.anyio
@@ -782,6 +783,158 @@ async def test_processes_spread_their_first_try_after_a_window_has_turned(clock:
                 first_tries.append(now - slot.bucket.ends)
                 break
     assert first_tries == [0, 250, 999]
+
+
+# What an attack on the lines found.
+
+
+async def test_two_full_caps_send_nobody_back_and_forth(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(10), cents(10, scope="user", name="user"))
+    first = await crowd.comes("first", labels={"user": "a"})
+    waits = await crowd.comes("waits", labels={"user": "a"})
+    await clock.advance(1)  # a look at both lines
+    await clock.advance(1)
+    await first.leave()
+    assert waits.admitted
+
+
+async def test_a_deadline_outlives_a_policy_that_changes(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(10))
+    await crowd.comes("first")
+    waits = await crowd.comes("waits", deadline=20)
+    crowd.bench.router.policy = policy_of(None, cents(10), cents(1000, name="other"), **CLASSES)
+    await clock.advance(19)
+    assert waits.decision is None
+    await clock.advance(1)
+    assert waits.decision is not None
+    assert waits.decision.reason == "expired"
+
+
+async def test_who_plans_anew_keeps_its_place_and_ends_when_the_router_closes(crowds: Any, clock: TestClock) -> None:
+    gate = asyncio.Event()
+    gate.set()
+
+    async def rule(task: Task) -> Any:
+        await gate.wait()
+        return "strong"
+
+    crowd = await crowds(cents(10), rule=rule)
+    first = await crowd.comes("first")
+    waits = await crowd.comes("waits")
+    gate.clear()
+    crowd.bench.router.policy = policy_of(None, cents(10), rule=rule, **CLASSES)
+    await settle_down()
+    closing = asyncio.create_task(crowd.bench.router.aclose())
+    await settle_down()
+    gate.set()
+    await settle_down()
+    assert waits.decision is not None
+    assert waits.decision.reason == "closed"
+    await first.leave()
+    await closing
+
+
+async def test_a_cap_of_the_same_name_with_another_window_strands_nobody(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(10, per="day"))
+    first = await crowd.comes("first")
+    await first.leave(cents=10)
+    waits = await crowd.comes("waits")
+    crowd.bench.router.policy = policy_of(None, cents(10, per="minute"), **CLASSES)
+    await settle_down()
+    assert waits.admitted
+
+
+async def test_who_comes_from_another_line_overtakes_nobody(crowds: Any) -> None:
+    user = cents(20, scope="user", name="user", limits={"user:v": "1.00", "user:x": "1.00"})
+    crowd = await crowds(user, cents(100, name="shared"))
+    await crowd.comes("x", 40, labels={"user": "x"})
+    w0 = await crowd.comes("w0", 20, labels={"user": "w"})
+    older = await crowd.comes("older", 20, labels={"user": "w"})
+    v = await crowd.comes("v", 70, labels={"user": "v"})
+    younger = await crowd.comes("younger", 20, labels={"user": "w"})
+    await w0.leave()
+    assert older.admitted
+    await older.leave()
+    assert (v.decision, younger.decision) == (None, None)
+    await crowd.all[0].leave()
+    assert crowd.order == ["x", "w0", "older", "v", "younger"]
+
+
+async def test_lines_that_are_left_keep_nothing(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(10, per="month", scope="user"))
+    for user in map(str, range(20)):
+        first = await crowd.comes("first", labels={"user": user})
+        waits = await crowd.comes("waits", labels={"user": user})
+        waits.task.cancel()
+        await first.leave(cents=10)
+    crowd.all.clear()  # a task that was cancelled remembers where
+    del first, waits
+    gc.collect()
+    assert [one for one in gc.get_objects() if isinstance(one, Waiter)] == []
+
+
+async def test_the_bound_on_open_calls_holds_for_waiters_too(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(100), max_open=3)
+    first = await crowd.comes("first", 100)
+    waiting = [await crowd.comes(f"w{number}") for number in range(10)]
+    await first.leave()
+    assert [one.admitted for one in waiting].count(True) == 3
+    for one in waiting[:3]:
+        await one.leave()
+    await clock.advance(1)
+    assert [one.admitted for one in waiting].count(True) == 6
+
+
+async def test_whoever_stands_behind_one_whose_time_is_over_goes_at_once(crowds: Any, clock: TestClock) -> None:
+    crowd = await crowds(cents(10))
+    await crowd.comes("first", 5)
+    await crowd.comes("large", 10, deadline=10)
+    small = await crowd.comes("small", 5)
+    await clock.advance(10)
+    assert small.admitted
+
+
+async def test_a_call_that_comes_after_its_deadline_is_given_back(crowds: Any, clock: TestClock) -> None:
+    gate = asyncio.Event()
+    gate.set()
+
+    class Slow(MemoryStore):
+        async def reserve(self, *args: Any, **more: Any) -> Any:
+            await gate.wait()
+            return await super().reserve(*args, **more)
+
+    crowd = await crowds(cents(10), store=Slow(clock=clock))
+    first = await crowd.comes("first")
+    waits = await crowd.comes("waits", deadline=5)
+    gate.clear()
+    await first.leave()
+    await clock.advance(6)
+    gate.set()
+    await settle_down()
+    assert waits.decision is not None
+    assert (waits.decision.served, waits.decision.reason) == (False, "expired")
+    assert await crowd.bench.sums() == (0, 0)
+
+
+async def test_a_store_that_fails_once_costs_nobody_the_place(crowds: Any, clock: TestClock) -> None:
+    class Flaky(MemoryStore):
+        fails = False
+
+        async def reserve(self, *args: Any, **more: Any) -> Any:
+            if self.fails:
+                raise StoreUnavailable("test", "it is away")
+            return await super().reserve(*args, **more)
+
+    store = Flaky(clock=clock)
+    crowd = await crowds(cents(10), store=store)
+    first = await crowd.comes("first")
+    waits = await crowd.comes("waits")
+    store.fails = True
+    await first.leave()
+    assert waits.decision is None
+    store.fails = False
+    await clock.advance(1)
+    assert waits.admitted
 
 
 # Whatever happens.
