@@ -393,8 +393,11 @@ class Lines:
                 heapify(self._looks)
 
     def _tidy(self) -> None:
-        """Let go of the deadlines of those that left, when they are many."""
-        if len(self._deadlines) > 100 and len(self._deadlines) > 2 * len(self.waiters):
+        """Let go of the deadlines of those that left, when they are many or all."""
+        if not self.waiters:
+            self._deadlines.clear()
+            self._looks.clear()
+        elif len(self._deadlines) > 100 and len(self._deadlines) > 2 * len(self.waiters):
             self._deadlines = [entry for entry in self._deadlines if entry[2].state != "gone"]
             heapify(self._deadlines)
 
