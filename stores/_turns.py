@@ -40,16 +40,16 @@ class Turns:
         if sys.platform == "win32":
             yield
             return
-        # Opened anew each time: a descriptor that lives on would be inherited by a fork, and with it the lock.
+        # Opened anew each time: a descriptor that lives on would be inherited by a fork.
         following = _take(self._next, late)
         try:
             lock = _take(self._lock, late)
         finally:
-            os.close(following)
+            _give(following)
         try:
             yield
         finally:
-            os.close(lock)
+            _give(lock)
 
 
 def _take(path: str, late: Callable[[], bool]) -> int:
@@ -67,6 +67,12 @@ def _take(path: str, late: Callable[[], bool]) -> int:
             raise
         # Somebody deleted the file while we waited: others lock the new one of that name.
         os.close(file)
+
+
+def _give(file: int) -> None:
+    # Said, and not left to the close: a child that was forked meanwhile has the descriptor too, and would keep the lock.
+    fcntl.flock(file, fcntl.LOCK_UN)
+    os.close(file)
 
 
 def _locked(file: int) -> bool:

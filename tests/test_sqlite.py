@@ -896,6 +896,35 @@ def test_nobody_has_two_turns_in_a_row_while_another_waits(path: Path) -> None:
     assert order == ["first", "other", "second"]
 
 
+FORK_IN_A_TURN = """
+import os, sys
+from stores._turns import Turns
+
+turns, (ended, end) = Turns(sys.argv[1]), os.pipe()
+with turns.turn(lambda: False):
+    child = os.fork()
+    if not child:
+        os.close(end)
+        os.read(ended, 1)
+        os._exit(0)
+asked = 0
+
+def late():
+    global asked
+    asked += 1
+    return asked > 1000
+
+with turns.turn(late):
+    print("again")
+os.close(end)
+os.waitpid(child, 0)
+"""
+
+
+def test_a_child_that_is_forked_in_a_turn_does_not_keep_it(path: Path) -> None:
+    assert output(start(FORK_IN_A_TURN, path)) == "again\n"
+
+
 def test_the_file_is_closed_in_a_turn(path: Path) -> None:
     wal, used, close = Path(f"{path}-wal"), threading.Event(), threading.Event()
 
